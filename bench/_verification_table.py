@@ -67,8 +67,7 @@ def _pooled(result: dict[str, Any]) -> str:
     )
     return (
         f"Refused, of {result['tokens']} tokens each; {result['detection_claims']} claims of each "
-        "cheat, over all provers, at "
-        f"temperature 1 and greedy:\n\n"
+        "cheat, over all provers, at temperature 1 and greedy:\n\n"
         + _table(
             (
                 "",

@@ -148,12 +148,10 @@ def main() -> None:
         rows.append(row)
         print(
             f"{row['params']:>11,} parameters, {row['checkpoint_mb']:.1f} MB: a save stops "
-            "training for "
-            f"{row['before_stall_s']:.3f} s when it waits for the disk, "
+            f"training for {row['before_stall_s']:.3f} s when it waits for the disk, "
             f"{row['after_stall_s']:.4f} s when it copies (the first: {row['first_stall_s']:.3f} "
-            "s; "
-            f"steps of {row['step_s']:.3f} s are {row['after_slower_s']:.3f} s slower in all while "
-            "it is written)",
+            f"s; steps of {row['step_s']:.3f} s are {row['after_slower_s']:.3f} s slower in all "
+            "while it is written)",
             file=sys.stderr,
         )
     name = (

@@ -178,9 +178,8 @@ def main() -> None:
         if not options.json:
             print(
                 f"{row['codec']:>14} {row['ratio']:7.2f} {row['encode_mb_s']:8.0f} "
-                f"{row['decode_mb_s']:8.0f} {row['cost_s']:6.3f} "
-                f"{row['saved_s']:6.3f} {'yes' if row['pays'] else 'no':>4} "
-                f"{row['error_gaussian']:9.5f} "
+                f"{row['decode_mb_s']:8.0f} {row['cost_s']:6.3f} {row['saved_s']:6.3f} "
+                f"{'yes' if row['pays'] else 'no':>4} {row['error_gaussian']:9.5f} "
                 f"{row['error_heavy_tailed']:9.5f}"
                 + (f"  measure {row['measure_s']:.2f} s" if "measure_s" in row else ""),
                 flush=True,

@@ -379,8 +379,8 @@ def table(found: Sequence[Row]) -> str:
     seed too.
     """
     heads = (
-        "hostile|peer exchange, attackers|cut off (worst seed)|outside the largest "
-        "part|hostile: active|passive|bytes/s|seeds"
+        "hostile|peer exchange, attackers|cut off (worst seed)|outside the largest part|hostile: "
+        "active|passive|bytes/s|seeds"
     )
     lines = [f"| {heads.replace('|', ' | ')} |", "|---" * (heads.count("|") + 1) + "|"]
     for hostile in sorted({row["hostile"] for row in found}):
@@ -393,8 +393,8 @@ def table(found: Sequence[Row]) -> str:
                 )
                 lines.append(
                     f"| {hostile:.0%} | {words} | {mean(cut):.1%} ({max(cut):.1%}) | "
-                    f"{_mean(rows, 'parts', '.1%')} | "
-                    f"{active} | {passive} | {_mean(rows, 'bytes_per_s', '.0f')} | {len(rows)} |"
+                    f"{_mean(rows, 'parts', '.1%')} | {active} | {passive} | "
+                    f"{_mean(rows, 'bytes_per_s', '.0f')} | {len(rows)} |"
                 )
     return "\n".join(lines).replace("%", " %") + "\n"
 

@@ -310,13 +310,11 @@ def main(argv: list[str] | None = None) -> None:
         return
     print(
         f"{report['joins']} joins, medians, from the start of the process: imports "
-        f"{report['import_s']} s, weights "
-        f"{report['weights_s']} s, first step {report['first_step_s']} s, first round "
-        f"{report['round_s']} s, first accepted "
+        f"{report['import_s']} s, weights {report['weights_s']} s, first step "
+        f"{report['first_step_s']} s, first round {report['round_s']} s, first accepted "
         f"contribution {report['contribution_s']} s ({report['contribution_cpu_s']} s of a "
-        "processor); shoal up to its first step "
-        f"{report['up_first_step_s']} s ({report['up_first_step_cpu_s']}), shoal --help "
-        f"{report['help_s']} s "
+        f"processor); shoal up to its first step {report['up_first_step_s']} s "
+        f"({report['up_first_step_cpu_s']}), shoal --help {report['help_s']} s "
         f"({report['help_cpu_s']}); load {report['load_before']} to {report['load_after']} on "
         f"{report['processors']} processors"
     )

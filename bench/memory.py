@@ -320,9 +320,9 @@ def main(argv: list[str] | None = None) -> None:
             row = rows[-1]
             print(
                 f"{row['method']:>11}{' in files' if offload else ''}, {row['params'] / 1e6:.1f} "
-                "million parameters: "
-                f"{row['bytes_per_parameter']:.1f} bytes a parameter {row['nodes']}, anonymous "
-                f"{row['anonymous_bytes_per_parameter']:.1f}, in {row['wall_s']:.0f} s",
+                f"million parameters: {row['bytes_per_parameter']:.1f} bytes a parameter "
+                f"{row['nodes']}, anonymous {row['anonymous_bytes_per_parameter']:.1f}, in "
+                f"{row['wall_s']:.0f} s",
                 file=sys.stderr,
             )
     if options.json:

@@ -32,7 +32,8 @@ class ExitCode(IntEnum):
 
     def __new__(cls, value: int, meaning: str) -> ExitCode:
         code = int.__new__(cls, value)
-        code._value_, code.meaning = value, meaning
+        code._value_ = value
+        code.meaning = meaning
         return code
 
     meaning: str
@@ -225,7 +226,8 @@ def free_memory(
     """
     try:
         values = _numbers(proc / "meminfo", 1024)
-        free, total = values["MemAvailable:"], values["MemTotal:"]
+        free = values["MemAvailable:"]
+        total = values["MemTotal:"]
     except (OSError, ValueError, KeyError):
         free = total = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     try:  # of a container, as it sees it; a word in place of a number: no limit

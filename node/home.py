@@ -25,7 +25,6 @@ def expanded(path: str | Path) -> str:
     if found.startswith("~") and not os.path.lexists(found):
         raise HomeError(
             f"The home folder that {str(path)!r} begins with is not known (HOME is not set, and "
-            "this user has no entry in "
-            "the system): set HOME, or write the whole path."
+            "this user has no entry in the system): set HOME, or write the whole path."
         )
     return found

@@ -151,7 +151,8 @@ def copy_inner(saved: InnerTensors, into: Any) -> None:
     _check_same(saved, into)
     names, _ = into.__tensor_flatten__()
     for name in names:
-        value, present = saved.tensors[name], getattr(into, name)
+        value = saved.tensors[name]
+        present = getattr(into, name)
         if isinstance(value, InnerTensors):
             copy_inner(value, present)
         else:
@@ -173,7 +174,8 @@ def _made(saved: InnerTensors, like: Any) -> Tensor:
     names, context = like.__tensor_flatten__()
     inner: dict[str, Tensor] = {}
     for name in names:
-        value, present = saved.tensors[name], getattr(like, name)
+        value = saved.tensors[name]
+        present = getattr(like, name)
         if isinstance(value, InnerTensors):
             inner[name] = _made(value, present)
         else:

@@ -96,7 +96,8 @@ def work_of(outer: OuterSettings, *, params: int, peers: int, step_s: float) -> 
     from shoal.optim.codecs.base import FloatCodec
 
     outer = outer.resolved()
-    method, codec = outer.row, codec_named(str(outer.codec))
+    method = outer.row
+    codec = codec_named(str(outer.codec))
     every = outer.every or 1
     count = math.ceil(params * method.knobs.get("part", 1.0))
     tensors = 2 if method.doubles and outer.weights != "equal" else 1
@@ -297,8 +298,7 @@ def advise(found: Sequence[Row], line: Line) -> tuple[Row, str]:
     best = max(found, key=lambda row: row.forecast.utilisation)
     return best, (
         f"This link carries none of the settings: the best is {_named(best)}, with which "
-        f"{_cost(best)}; choose a smaller model, or "
-        "train a part of it (LoRA)."
+        f"{_cost(best)}; choose a smaller model, or train a part of it (LoRA)."
     )
 
 
@@ -311,8 +311,7 @@ def _cost(row: Row) -> str:
     found = row.forecast
     return (
         f"a node computes {100 * found.utilisation:.0f} % of the time, sends "
-        f"{amount(found.sent_a_day)} a day and fills "
-        f"{100 * found.filled:.0f} % of the link"
+        f"{amount(found.sent_a_day)} a day and fills {100 * found.filled:.0f} % of the link"
     )
 
 
@@ -326,8 +325,7 @@ def _thinner(chosen: Row, liked: Sequence[Row]) -> str:
         return ""
     return (
         f"; {least.outer.codec} would send {amount(least.forecast.sent_a_day)} a day and round "
-        "more, for a link that is "
-        "paid by the byte"
+        "more, for a link that is paid by the byte"
     )
 
 

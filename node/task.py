@@ -105,8 +105,8 @@ def _with(
     except Exception as error:
         raise UserCodeError(
             f"The batch holds an object of type {type(batch).__name__}, which cannot be copied "
-            "with other tensors in it "
-            f"({summary(error)}): yield dicts, lists or dataclasses of tensors."
+            f"with other tensors in it ({summary(error)}): yield dicts, lists or dataclasses of "
+            "tensors."
         ) from error
 
 
@@ -192,9 +192,8 @@ def _has_to(value: Any) -> bool:
 def _say_opaque(kind: str) -> None:
     log.warning(
         "A batch holds an object of type %s, which Shoal cannot look into: its tensors are neither "
-        "counted nor moved, so yield a "
-        "dict, a list or a dataclass of tensors, or give it a to(device) and the task a "
-        "tokens(batch).",
+        "counted nor moved, so yield a dict, a list or a dataclass of tensors, or give it a "
+        "to(device) and the task a tokens(batch).",
         kind,
     )
 
@@ -249,7 +248,8 @@ class LoadedBatches(Batches):
     """
 
     def __init__(self, loader: Any, shard: Shard) -> None:
-        self._loader, self._shard = loader, shard
+        self._loader = loader
+        self._shard = shard
         self._epoch = self._drawn = self._to_drop = 0
         self._inner: Iterator[Any] | None = None
         self._parts = [loader, loader.sampler, loader.batch_sampler, loader.dataset]
@@ -313,7 +313,9 @@ class LoadedBatches(Batches):
         """Continue from ``state``: from the loader's own, or if that is of another number of
         workers by drawing in its epoch.
         """
-        self._epoch, self._drawn, self._inner = int(state["epoch"]), 0, None
+        self._epoch = int(state["epoch"])
+        self._drawn = 0
+        self._inner = None
         self._to_drop = int(state["drawn"]) + int(state["dropping"])
         if (
             state["loader"] is not None
@@ -321,7 +323,8 @@ class LoadedBatches(Batches):
             and hasattr(self._loader, "load_state_dict")
         ):
             self._loader.load_state_dict(state["loader"])
-            self._drawn, self._to_drop = int(state["drawn"]), int(state["dropping"])
+            self._drawn = int(state["drawn"])
+            self._to_drop = int(state["dropping"])
 
 
 def iterator_of(found: Any, shard: Shard) -> Any:

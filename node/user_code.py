@@ -64,8 +64,8 @@ class DeviceError(ShoalError):
         which = f"; {_SERIAL[kind]} shows which one it was" if kind else ""
         super().__init__(
             f"An operation on the device failed ({said}), often because an index is too large, and "
-            f"this came up only now{which}: "
-            "mend that, or the driver, and go on from the last checkpoint with --resume."
+            f"this came up only now{which}: mend that, or the driver, and go on from the last "
+            "checkpoint with --resume."
         )
         self.trace = (
             user_trace(error)
@@ -155,7 +155,8 @@ def user_trace(error: BaseException) -> str:
     """Format the traceback of ``error`` from the first frame of the user's on; without any, from
     the first that is not Shoal's.
     """
-    frames, trace = [], error.__traceback__
+    frames = []
+    trace = error.__traceback__
     while trace is not None:
         frames.append(trace)
         trace = trace.tb_next
@@ -218,7 +219,8 @@ def device_failed(error: BaseException) -> bool:
 
 
 def _is_users(frame: FrameType) -> bool:
-    name, file = str(frame.f_globals.get("__name__", "")), frame.f_code.co_filename
+    name = str(frame.f_globals.get("__name__", ""))
+    file = frame.f_code.co_filename
     if _is_shoals(frame) or "site-packages" in file:
         return False
     return name.partition(".")[0] in _modules or file.startswith(tuple(_folders))

@@ -296,7 +296,9 @@ class AccessPolicy:
         ttl: float = 30.0,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self.me, self.lists, self.ticket = me, lists or PeerLists(), ticket
+        self.me = me
+        self.lists = lists or PeerLists()
+        self.ticket = ticket
         self._swarm = swarm
         self._creator = creator
         self._ttl = ttl
@@ -578,8 +580,8 @@ class Link:
         if not isinstance(text, str):
             raise LinkError(
                 f"The link is {'None' if text is None else 'of type ' + type(text).__name__}, and "
-                "must be a text: pass the link "
-                "that `shoal up` or the other session's `link` shows."
+                "must be a text: pass the link that `shoal up` or the other session's `link` "
+                "shows."
             )
         text = text.strip()
         if len(text) > MAX_CHARS:

@@ -205,8 +205,8 @@ def refusal(key: str, of_node: Iterable[str] = ()) -> str:
     able = " and ".join(f"train.{each}" for each in CHANGEABLE)
     return (
         f"The setting {key} cannot change while the swarm runs, because {FIXED[table]}; it can "
-        f"change {able}. A new swarm with "
-        "another value can begin with the weights of this one (shoal up --resume-from)."
+        f"change {able}. A new swarm with another value can begin with the weights of this one "
+        "(shoal up --resume-from)."
     )
 
 

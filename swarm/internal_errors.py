@@ -120,8 +120,7 @@ class InternalErrors:
                 self._logged.add(kind)
                 self._unread.append(
                     "an error in this node's own code, and not in the network, was caught "
-                    f"{WHAT[place]} "
-                    f"({first}); {self._remedy(known)}"
+                    f"{WHAT[place]} ({first}); {self._remedy(known)}"
                 )
         if new:
             log.error(

@@ -691,8 +691,7 @@ def open_manifest(
     if expected_id is not None and swarm_id(sealed) != expected_id:
         raise MessageError(
             f"The wrong swarm id: the manifest that came belongs to swarm {swarm_id(sealed)}, not "
-            f"to {expected_id}: "
-            "ask for a fresh link."
+            f"to {expected_id}: ask for a fresh link."
         )
     _, manifest = unseal(sealed, Manifest)
     if protocol is not None and manifest.protocol != protocol:

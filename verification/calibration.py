@@ -156,8 +156,8 @@ class Honest:
             return ""
         return (
             f"{many} honest claims cannot show a false-positive rate of {rate:g}: the threshold is "
-            "extrapolated; "
-            f"calibrate with {wanted} claims, or state a rate of {1 / (many + 1):.2g} or more."
+            f"extrapolated; calibrate with {wanted} claims, or state a rate of "
+            f"{1 / (many + 1):.2g} or more."
         )
 
 
@@ -210,8 +210,7 @@ class Calibration:
         if honest is None:
             raise CalibrationError(
                 f"there is no calibration of {pair.fingerprint} for a {pair.prover} prover and a "
-                f"{pair.verifier} verifier of "
-                f"'{pair.model}': calibrate with honest claims first"
+                f"{pair.verifier} verifier of '{pair.model}': calibrate with honest claims first"
             )
         if evidence.features != honest.features:
             raise CalibrationError(

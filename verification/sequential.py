@@ -42,7 +42,8 @@ class Reference:
     """Calibrated claims of ``pair``, prepared for series. ``digest`` names them."""
 
     def __init__(self, pair: Pair, honest: Honest) -> None:
-        self.pair, self.honest = pair, honest
+        self.pair = pair
+        self.honest = honest
         self._share = TOLERANCE if pair.prover == pair.verifier else ACROSS
         self.columns = tuple(
             sorted(column) for column in zip(*map(honest.scores, honest.claims), strict=True)

@@ -308,8 +308,7 @@ def both_schemes(svg: str) -> str:
         svg = svg.replace(black, f"{black.split(':')[0]}: currentColor")
     style = (
         "<style>svg { color: #1f2328 } @media (prefers-color-scheme: dark) { svg { color: #e6edf3 "
-        "} } "
-        "text { fill: currentColor }</style>\n"
+        "} } text { fill: currentColor }</style>\n"
     )
     svg = svg.replace(FADED, "#7d8590").replace(
         "'DejaVu Sans', 'Bitstream Vera Sans'", f"{FONTS}, 'Bitstream Vera Sans'"

@@ -105,8 +105,7 @@ def documents(folder: Path | None) -> list[Document]:
         where = "/usr/share" if folder is None else str(folder)
         raise TextError(
             f"There is no English text in {where}: install some (apt install {PACKAGES}), or name "
-            "a folder of .txt, .rst or "
-            ".dict.dz files with --data FOLDER."
+            "a folder of .txt, .rst or .dict.dz files with --data FOLDER."
         )
     return sorted(found, key=lambda document: document.name)
 

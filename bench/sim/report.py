@@ -32,8 +32,7 @@ MINUTES, MINUTES_OF_SEVERAL = (
 )  # virtual; buckets are drawn anew once in the first half minute
 NOT_SIMULATED = (
     "libp2p (dialling, NAT, encryption), the DHT's replicas and routing (modelled as log2 of the "
-    "peers), gossip, verification, "
-    "disks, and the seconds of any computing but inner steps"
+    "peers), gossip, verification, disks, and the seconds of any computing but inner steps"
 )
 
 
@@ -233,9 +232,8 @@ def _growth_table(found: Mapping[str, Any]) -> Table:
     if mixed is not None:
         note += (
             f" In buckets of {mixed['members']:g} members, drawn anew every "
-            f"{mixed['rounds_per_epoch']} rounds, the variance "
-            f"between {mixed['peers']} peers is {mixed['variance']:.3f} times that of pairs drawn "
-            "among all."
+            f"{mixed['rounds_per_epoch']} rounds, the variance between {mixed['peers']} peers is "
+            f"{mixed['variance']:.3f} times that of pairs drawn among all."
         )
     table = Table(
         title="cost of each peer ~ peers^b",

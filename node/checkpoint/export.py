@@ -61,8 +61,8 @@ def model_card(about: Mapping[str, Any], how: Sequence[str], abouts_file: str) -
         _header(about),
         f"# Weights of {name}",
         "Trained with Shoal, by peers that average their weights over ordinary internet links. "
-        "These are the swarm's weights "
-        f"before round {about['round']}; {abouts_file} has these facts as data.",
+        f"These are the swarm's weights before round {about['round']}; {abouts_file} has these "
+        "facts as data.",
         *about["notes"],
         "## How to load them",
         "\n".join(["```python", *how, "```"]),
@@ -144,7 +144,9 @@ def _code(text: object) -> str:
     return f"`{plain or '?'}`"
 
 
-WEIGHTS, ABOUT, README = "model.safetensors", "shoal.json", "README.md"
+WEIGHTS = "model.safetensors"
+ABOUT = "shoal.json"
+README = "README.md"
 
 
 class ExportError(ShoalError):
@@ -220,8 +222,7 @@ def _plain(name: str, tensor: Tensor) -> Tensor:
         what = f"{type(tensor).__name__}{error}" if isinstance(error, OpaqueError) else str(error)
         raise ExportError(
             f"Cannot write the weights: {name!r} is what a file of safetensors cannot hold "
-            f"({what}): give the model "
-            "save_pretrained()."
+            f"({what}): give the model save_pretrained()."
         ) from error
 
 
@@ -403,8 +404,7 @@ def _source(path: Path, slow: bool) -> _Source:
             if isinstance(value, InnerTensors):
                 raise MergeError(
                     f"The checkpoint in {str(path)!r} holds {name!r} as {value.kind:.60}, which "
-                    "has no mean: "
-                    "merge models without it."
+                    "has no mean: merge models without it."
                 )
         # Beside tensors a module may keep anything (get_extra_state), of which there is no mean.
         names = {
@@ -453,8 +453,7 @@ def _check_same(first: Path, mine: dict[str, Kind], other: Path, theirs: dict[st
         if mine[name] != theirs[name]:
             raise MergeError(
                 f"The tensor {name!r} is {_shown(mine[name])} in {str(first)!r} and "
-                f"{_shown(theirs[name])} in {str(other)!r}: "
-                "merge checkpoints of one model."
+                f"{_shown(theirs[name])} in {str(other)!r}: merge checkpoints of one model."
             )
 
 

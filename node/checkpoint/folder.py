@@ -10,7 +10,8 @@ from pathlib import Path
 from shoal.swarm.errors import ShoalError
 from shoal.swarm.file_lock import FileLock
 
-SAVING, LOCK = ".saving-", ".lock"
+SAVING = ".saving-"
+LOCK = ".lock"
 # `.old-` marks a checkpoint that is being replaced by another of the same step, `.before-` one of
 # an earlier run that went further.
 _NAME = re.compile(r"(\.old-|\.before-)?step-([0-9]{8,15})")

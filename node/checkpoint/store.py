@@ -42,7 +42,8 @@ KEEP = 3
 MAX_STATE_BYTES = 256 * 2**20
 DIGEST_LINE_BYTES = 100
 """At most, of the first line of the state file."""
-TENSORS, STATE = "tensors.safetensors", "state.json"
+TENSORS = "tensors.safetensors"
+STATE = "state.json"
 POINTS = ("begun", "block", "tensors", "state", "synced", "aside", "renamed", "pruned")
 """Moments of a save, in order, at each of which a process may die: the temporary folder exists; a
 block of the tensor file is written; all of it; the other file; both are on the disk; an older

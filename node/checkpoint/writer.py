@@ -153,14 +153,13 @@ class CheckpointWriter:
         copies: Callable[[int], bool] = lambda nbytes: True,
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        self._folder, self._keep, self._state, self._notify, self._at = (
-            folder.absolute(),
-            keep,
-            state,
-            notify,
-            at,
-        )
-        self._budget, self._copies = gigabytes * GB, copies
+        self._folder = folder.absolute()
+        self._keep = keep
+        self._state = state
+        self._notify = notify
+        self._at = at
+        self._budget = gigabytes * GB
+        self._copies = copies
         self._check = check
         self._size = 0
         """Bytes of the tensors of the last save."""
@@ -238,9 +237,8 @@ class CheckpointWriter:
             if room < least:
                 self._notify(
                     f"The folder {str(self._folder)!r} has room for {room / GB:.3g} GB, and two "
-                    "checkpoints take "
-                    f"{least / GB:.3g} GB: free some space or choose another folder, or "
-                    "checkpoints will be missing."
+                    f"checkpoints take {least / GB:.3g} GB: free some space or choose another "
+                    "folder, or checkpoints will be missing."
                 )
 
     def last(self, step: int, patience_s: float = PATIENCE_S) -> str | None:
@@ -257,8 +255,7 @@ class CheckpointWriter:
             self._given_up.set()
             return (
                 f"The last checkpoint was not saved to {str(self._folder)!r} in time: the disk is "
-                "too slow or hangs; the newest "
-                "of the older checkpoints is whole."
+                "too slow or hangs; the newest of the older checkpoints is whole."
             )
         failure = self._failure
         self._report(said=failure is not None)
@@ -286,7 +283,8 @@ class CheckpointWriter:
             return
         if not copied:
             self._snapshots.clear()
-        self._free, self._given_up = threading.Event(), threading.Event()
+        self._free = threading.Event()
+        self._given_up = threading.Event()
         # A daemon: a disk that hangs must not keep the process from ending.
         arguments = (step, packed, copied, self._free, self._given_up)
         self._writer = threading.Thread(
@@ -354,9 +352,8 @@ class CheckpointWriter:
             if not older:
                 raise CheckpointError(
                     f"The next checkpoint of {(self._size + SPARE) / GB:.3g} GB does not fit into "
-                    f"the {self._budget / GB:.3g} GB "
-                    f"that node.disk allows for {str(self._folder)!r}, besides the newest one: "
-                    "allow more."
+                    f"the {self._budget / GB:.3g} GB that node.disk allows for "
+                    f"{str(self._folder)!r}, besides the newest one: allow more."
                 )
             shutil.rmtree(older.pop(0), ignore_errors=True)
         return found
@@ -389,8 +386,7 @@ def _as_failure(error: Exception) -> CheckpointError:
     if out_of_memory(error):
         return CheckpointError(
             "There is no memory for the copy that a checkpoint is written from: train a smaller "
-            "model, or save at the end only "
-            "(node.checkpoint_every_rounds = 0)."
+            "model, or save at the end only (node.checkpoint_every_rounds = 0)."
         )
     if device_failed(error):
         said = next(iter(str(error).splitlines()), "")[:200]

@@ -32,7 +32,8 @@ def resolve_device(text: str) -> torch.device:
     kind, count = accelerator()
     if text == "cpu" or (text == "auto" and not count):
         return torch.device("cpu")
-    wanted, index = (kind if text == "auto" else found[1] or text), int(found[2] or 0)
+    wanted = kind if text == "auto" else found[1] or text
+    index = int(found[2] or 0)
     if not count or wanted != kind:
         there = (
             f"there is {kind}" if count else trouble() or "this build of PyTorch has no accelerator"

@@ -622,8 +622,7 @@ def default_identity_path() -> Path:
     if not os.path.isabs(home):
         raise HomeError(
             "This node's key is kept in the home folder, which is not known (HOME is not set, and "
-            "this user has no entry in "
-            "the system): pass --identity FILE, or set HOME."
+            "this user has no entry in the system): pass --identity FILE, or set HOME."
         )
     return Path(home) / ".config" / "shoal" / "identity.key"
 
@@ -746,8 +745,8 @@ def _explain(error: ValidationError, joins: bool = False) -> str:
             given = ", ".join(f"{dotted}.{key}" for key in first["input"])
             return (
                 f"The swarm fixes the settings of {dotted!r} for all its members, and this node "
-                f"was given {given}: leave that "
-                "out; the creator can change train.lr and train.steps for all (`shoal change`)."
+                f"was given {given}: leave that out; the creator can change train.lr and "
+                "train.steps for all (`shoal change`)."
             )
         return f"The settings of {dotted!r} do not go together: {problem}."
     problem = re.sub(r"^(Input|String|List) should", "it should", problem)
@@ -772,7 +771,8 @@ def load(
     """
     values = _read(path) if path is not None else {}
     _merge(values, overrides or {})
-    task, outer = values.get("task"), values.setdefault("outer", {})
+    task = values.get("task")
+    outer = values.setdefault("outer", {})
     implied = (
         isinstance(task, dict)
         and task.get("hooks") == "rl"

@@ -98,7 +98,8 @@ class Named:
     def __init__(self, inner: Any, name: str) -> None:
         inner.no_truncation()
         inner.no_padding()
-        self._inner, self.name = inner, name
+        self._inner = inner
+        self.name = name
         self._known: dict[str, int] = inner.get_vocab(with_added_tokens=True)
         if not 0 < self.vocabulary <= MAX_VOCABULARY:
             raise DataError(
@@ -265,22 +266,25 @@ class Reader(Batches):
         batch: int,
         shuffle: int,
     ) -> None:
-        self._source, self._tokenizer, self._shard = source, tokenizer, shard
-        self._context, self._batch, self._most = context, batch, max(1, shuffle // context)
+        self._source = source
+        self._tokenizer = tokenizer
+        self._shard = shard
+        self._context = context
+        self._batch = batch
+        self._most = max(1, shuffle // context)
         cut = f"{source.identity} {tokenizer.digest} {shard!r} {context} {self._most}"
         self._cut = hashlib.sha256(cut.encode()).hexdigest()[:32]
         self._begin(0, None, 0)
-        self._block, self._skip = 0, 0
+        self._block = 0
+        self._skip = 0
 
     def _begin(self, epoch: int, place: Place | None, offset: int) -> None:
         self._start = (epoch, place, offset)
         self._stream = self._segments(epoch, place, offset)
         self._left: list[_Segment] = []
-        self._windows, self._order, self._drawn = (
-            torch.empty(0, device="cpu"),
-            torch.empty(0, dtype=torch.int64, device="cpu"),
-            0,
-        )
+        self._windows = torch.empty(0, device="cpu")
+        self._order = torch.empty(0, dtype=torch.int64, device="cpu")
+        self._drawn = 0
 
     def __next__(self) -> tuple[Tensor, Tensor]:
         parts: list[Tensor] = []
@@ -320,10 +324,8 @@ class Reader(Batches):
                 "shuffle: "
                 f"this is {self._source.what}: give the node what it had."
             )
-        place, numbers = (
-            state.get("place"),
-            [state.get(key) for key in ("epoch", "offset", "block", "drawn")],
-        )
+        place = state.get("place")
+        numbers = [state.get(key) for key in ("epoch", "offset", "block", "drawn")]
         if not (place is None or isinstance(place, dict)) or not all(
             isinstance(n, int) and n >= 0 for n in numbers
         ):
@@ -332,7 +334,8 @@ class Reader(Batches):
             )
         epoch, offset, block, drawn = (int(str(n)) for n in numbers)
         self._begin(epoch, place, offset)
-        self._block, self._skip = block, drawn
+        self._block = block
+        self._skip = drawn
 
     def _segments(self, epoch: int, place: Place | None, offset: int) -> Iterator[_Segment | None]:
         """Yield the segments from that place on, without end; None after each epoch."""
@@ -350,7 +353,9 @@ class Reader(Batches):
 
     def _gather(self) -> list[_Segment]:
         """Gather enough for a block, or the rest of the epoch if that is a window at least."""
-        want, found, epochs = self._most * self._context + 1, self._left, 0
+        want = self._most * self._context + 1
+        found = self._left
+        epochs = 0
         total = sum(len(segment.tokens) for segment in found)
         while total < want:
             segment = next(self._stream)
@@ -365,7 +370,8 @@ class Reader(Batches):
         return found
 
     def _check(self, epochs: int, total: int) -> None:
-        shard, source = self._shard, self._source
+        shard = self._shard
+        source = self._source
         if total == 0 and next(source.documents(Shard(0, 1, shard.seed), 0), None) is None:
             raise no_document(source)
         if epochs == EMPTY_EPOCHS:
@@ -412,7 +418,9 @@ def _without(segments: list[_Segment], count: int) -> list[_Segment]:
 
 Option = int | float | str | bool
 TEXT = "text"
-DATA, TOKENIZER, DIGEST = "data", "tokenizer", "tokenizer_digest"
+DATA = "data"
+TOKENIZER = "tokenizer"
+DIGEST = "tokenizer_digest"
 
 
 def shared(hooks: str, options: Mapping[str, Option]) -> dict[str, Option]:

@@ -226,7 +226,8 @@ class Training:
     stream: DocumentSource
 
     def __post_init__(self) -> None:
-        self.what, self.identity = self.stream.what, self.stream.identity
+        self.what = self.stream.what
+        self.identity = self.stream.identity
 
     def documents(
         self, shard: Shard, epoch: int, place: Place | None = None
@@ -285,7 +286,9 @@ class RecordFiles:
     """
 
     def __init__(self, files: list[tuple[str, Path]], field: str, skipped: Skipped) -> None:
-        self.files, self.field, self.skipped = files, field, skipped
+        self.files = files
+        self.field = field
+        self.skipped = skipped
         self.names = [name for name, _ in files]
         named = ", ".join(self.names[:3]) + (
             f" and {len(files) - 3} more" if len(files) > 3 else ""
@@ -306,11 +309,9 @@ class RecordFiles:
         A place is a file's number in the order of the epoch, and a line of it.
         """
         order = dealt(self.names, Shard(0, 1, shard.seed), epoch)
-        first, byte, number = (
-            place_number(place, "file"),
-            place_number(place, "byte"),
-            place_number(place, "line"),
-        )
+        first = place_number(place, "file")
+        byte = place_number(place, "byte")
+        number = place_number(place, "line")
         for at in range(first, len(order)):
             name, path = self.files[order[at]]
             read = self._records if name.endswith((".jsonl", ".jsonl.gz")) else self._pieces
@@ -354,7 +355,9 @@ class RecordFiles:
         self, name: str, path: Path, byte: int, number: int, shard: Shard, epoch: int
     ) -> Iterator[tuple[int, int, Document]]:
         held: list[bytes] = []
-        size, begin, first = 0, byte, number
+        size = 0
+        begin = byte
+        first = number
         for start, line, raw in _lines(path, byte, number):
             if start == 0 and raw is not None and b"\0" in raw[:1024]:
                 return  # no text
@@ -364,13 +367,15 @@ class RecordFiles:
                 )
                 continue
             if not held:
-                begin, first = start, line
+                begin = start
+                first = line
             held.append(raw)
             size += len(raw)
             if size >= PIECE:
                 if belongs(shard, epoch, f"{name}:{first}"):
                     yield begin, first, Document(f"{name}:{first}", b"".join(held))
-                held, size = [], 0
+                held = []
+                size = 0
         if b"".join(held).strip() and belongs(shard, epoch, f"{name}:{first}"):
             yield begin, first, Document(f"{name}:{first}", b"".join(held))
 
@@ -390,7 +395,8 @@ def _lines(path: Path, byte: int, number: int) -> Iterator[Line]:
                     "give it back."
                 )
             while line := file.readline(MAX_LINE + 1):
-                size, whole = len(line), line.endswith(b"\n")
+                size = len(line)
+                whole = line.endswith(b"\n")
                 fits = whole or size <= MAX_LINE
                 while not whole and (more := file.readline(_BLOCK)):
                     size, whole = size + len(more), more.endswith(b"\n")
@@ -426,9 +432,11 @@ class Name:
         """Parse ``hf:NAME``, ``hf:OWNER/NAME[/CONFIG]`` or ``hf:./FOLDER``, each with ``:SPLIT`` or
         not. Raises DataError.
         """
-        text, split = data.removeprefix(PREFIX).strip(), "train"
+        text = data.removeprefix(PREFIX).strip()
+        split = "train"
         if found := re.fullmatch(rf"(.+):({PART}|{PART}\[[0-9:%-]*\])", text):
-            text, split = found[1], found[2]
+            text = found[1]
+            split = found[2]
         if is_path(text):
             path = expanded(text)
             if not os.path.exists(path):
@@ -461,7 +469,9 @@ class HubDataset:
     """`Source` of the rows of a dataset; ``field``: the column of the text."""
 
     def __init__(self, data: str, field: str, skipped: Skipped) -> None:
-        self.name, self.field, self.skipped = Name.parse(data), field, skipped
+        self.name = Name.parse(data)
+        self.field = field
+        self.skipped = skipped
         self._place = (
             str(Path(self.name.path).absolute()) if is_path(self.name.path) else self.name.path
         )
@@ -483,7 +493,8 @@ class HubDataset:
 
         A place is a row, and the dataset's own state at most ``ANCHOR_EVERY`` rows before.
         """
-        wanted, row = place_number(place, "row"), place_number(place, "noted")
+        wanted = place_number(place, "row")
+        row = place_number(place, "noted")
         rows = self._open()
         try:
             state = (place or {}).get("state")
@@ -496,7 +507,8 @@ class HubDataset:
                     wanted,
                     False,
                 )  # its state would be another kind
-            noted, note = row, state if isinstance(state, str) else None
+            noted = row
+            note = state if isinstance(state, str) else None
             for record in rows:
                 if row >= wanted and belongs(shard, epoch, str(row)):
                     text = record.get(self.field) if isinstance(record, dict) else None
@@ -516,7 +528,8 @@ class HubDataset:
                         )
                 row += 1
                 if plain and row % ANCHOR_EVERY == 0 and (found := _note(rows)) is not None:
-                    noted, note = row, found
+                    noted = row
+                    note = found
         except DataError:
             raise
         except (
@@ -545,9 +558,8 @@ class HubDataset:
         except Exception as error:  # as above
             raise DataError(
                 f"Cannot open the dataset {self.name.path!r}, split {self.name.split!r} "
-                f"({reason(error)}): "
-                "check its name and the network, and write hf:OWNER/NAME/CONFIG:SPLIT for another "
-                "part of it."
+                f"({reason(error)}): check its name and the network, and write "
+                "hf:OWNER/NAME/CONFIG:SPLIT for another part of it."
             ) from error
 
 

@@ -47,8 +47,10 @@ if TYPE_CHECKING:
     from shoal.swarm.wire.messages import Member
 
 GB = 1e9
-MIN_DISK, SMALL_DISK = 0.25 * GB, 2 * GB
-MIN_MEMORY, SMALL_MEMORY = 0.5 * GB, 1.5 * GB
+MIN_DISK = 0.25 * GB
+SMALL_DISK = 2 * GB
+MIN_MEMORY = 0.5 * GB
+SMALL_MEMORY = 1.5 * GB
 OLDEST_PYTHON = (3, 11)
 OLDEST_TORCH = (2, 7)
 
@@ -199,7 +201,8 @@ def last_run(visit: Visit, tell: Tell) -> str:
         raise Note(
             f"{str(path)!r} cannot be read ({error.strerror}): check its permissions."
         ) from error
-    own, alone = "", ""
+    own = ""
+    alone = ""
     for line in lines:
         event = _event(line)
         if event.get("event") == "start":  # of the newest of several runs in this folder
@@ -308,23 +311,25 @@ def bucket(visit: Visit, tell: Tell) -> str:
     """
     from shoal.swarm.membership.bucket_index import is_in_its_bucket
 
-    manifest, link, host = visit.agreed(), visit.link, visit.running()
+    manifest = visit.agreed()
+    link = visit.link
+    host = visit.running()
     if not manifest.bucket:
         return "no buckets: every member reads all others"
     assert link is not None
     peers = list(dict.fromkeys(address.rpartition("/p2p/")[2] for address in visit.reached))[:ASKED]
     if not peers:
         raise Skip("no member answered whose bucket could be read.")
-    epoch, missing = int(visit.now() // manifest.epoch_s), []
+    epoch = int(visit.now() // manifest.epoch_s)
+    missing = []
     for peer in peers:
         if not host.call(is_in_its_bucket(host.get, link.swarm, peer, epoch), BUCKET_S):
             missing.append(short(peer))
     if missing:
         raise Note(
             f"{' and '.join(missing)} never showed up in the bucket of this epoch, so nobody is "
-            "paired with it: if it has run "
-            "for more than a minute, set its clock by NTP (`timedatectl set-ntp true`) and restart "
-            "it."
+            "paired with it: if it has run for more than a minute, set its clock by NTP "
+            "(`timedatectl set-ntp true`) and restart it."
         )
     return f"{plural(len(peers), 'member')} looked for, and found in the bucket of this epoch"
 
@@ -369,7 +374,8 @@ def model(visit: Visit, tell: Tell) -> str:
             "of it."
         ) from error
     count = sum(parameter.numel() for parameter in params)
-    shapes, digest = params.shapes, model_digest(params)
+    shapes = params.shapes
+    digest = model_digest(params)
     if digest != manifest.model:
         sources = [(m.peer, m.addresses) for m in visit.members().values() if m.model != digest][:2]
         assert visit.link is not None
@@ -384,8 +390,7 @@ def model(visit: Visit, tell: Tell) -> str:
                 query.check(source[0], header)  # names the difference
         raise FaultError(
             f"this node's model ({count:,} parameters) has other names, shapes or types than the "
-            "swarm's: use its task, "
-            "options and version."
+            "swarm's: use its task, options and version."
         )
     need, (free, _) = count * COPIES, free_memory()
     said = f"{manifest.task}, {count:,} parameters, as in the swarm"
@@ -425,7 +430,9 @@ def checks(visit: Visit) -> list[Check]:
     The manifest comes right after the first contact: it says whether the other checks need an
     invitation.
     """
-    unfit, reach, differs = ExitCode.UNFIT_MACHINE, ExitCode.UNREACHED, ExitCode.DIFFERS
+    unfit = ExitCode.UNFIT_MACHINE
+    reach = ExitCode.UNREACHED
+    differs = ExitCode.DIFFERS
     of_machine: list[tuple[Any, ...]] = [
         ("python", unfit, python),
         ("torch", unfit, torch, (), 60.0),

@@ -149,11 +149,13 @@ def _run(check: Check, note: Tell) -> CheckOutcome:
                 if isinstance(error, Skip)
                 else "failed"
             )
-            said, trace = str(error), getattr(error, "trace", None)
+            said = str(error)
+            trace = getattr(error, "trace", None)
         except Exception as error:  # one check must not stop the others
             outcome = "failed"
             if (own := explained(error)) is not None:
-                said, trace = str(own), getattr(own, "trace", "")
+                said = str(own)
+                trace = getattr(own, "trace", "")
             else:
                 last = traceback.extract_tb(error.__traceback__)[-1]
                 where = f"{last.filename.rpartition('/')[2]}:{last.lineno}"
@@ -285,7 +287,8 @@ async def _connected(host: Host, addresses: Sequence[str]) -> dict[str, str]:
 def bootstrap(visit: Visit, tell: Tell) -> str:
     """Try each address of the link; a member that answers is enough, or a seed that names one."""
     assert visit.link is not None
-    host, addresses = visit.running(), visit.link.bootstrap
+    host = visit.running()
+    addresses = visit.link.bootstrap
     problems = host.call(_connected(host, addresses), CONNECT_S + 2.0)
     # Each peer once: when one of its addresses works the others do not matter.
     answering = {
@@ -313,8 +316,8 @@ def bootstrap(visit: Visit, tell: Tell) -> str:
         )
     dead = len({a.rpartition("/p2p/")[2] for a in addresses} - answering.keys())
     said = (
-        f"{plural(len(visit.reached), 'member')} and "
-        f"{plural(len(visit.seeds), 'bootstrap node')} answer"
+        f"{plural(len(visit.reached), 'member')} and {plural(len(visit.seeds), 'bootstrap node')} "
+        "answer"
     )
     if dead:
         raise Note(
@@ -329,7 +332,8 @@ def _sort(visit: Visit, address: str) -> None:
     member.
     """
     assert visit.link is not None
-    link, host = visit.link, visit.running()
+    link = visit.link
+    host = visit.running()
     try:
         named = addresses_of(
             visit.ask(address, SEED_PROTOCOL, lambda stream: ask_seed(stream, link.swarm), 15.0)
@@ -422,8 +426,7 @@ def dialled(visit: Visit, tell: Tell) -> str:
         )
         raise Note(
             f"{said}: open it in the firewall and forward it in the router, or rely on a bootstrap "
-            "node with --relay; a node that "
-            "only dials out still trains."
+            "node with --relay; a node that only dials out still trains."
         )
     raise Skip(f"not tried: {problem}.")
 
@@ -437,7 +440,8 @@ def _by_router(visit: Visit, seen: DialBackView) -> int | None:
     """Return the port that the router opened for the daemon, if the peer that sees this machine
     there connects to it.
     """
-    host, port = visit.running(), None
+    host = visit.running()
+    port = None
     while not _own(seen.address):
         port = dialled_port(
             [address for address in host.addresses() if host_of(address) == seen.address]
@@ -513,7 +517,8 @@ def bandwidth(visit: Visit, tell: Tell) -> str:
         except (NetworkError, MessageError) as error:
             problem = str(error)
             continue
-        down, up = speed.down * 8e-6, speed.up * 8e-6
+        down = speed.down * 8e-6
+        up = speed.up * 8e-6
         said = f"{down:,.1f} Mbit/s from {short(address)}" + (
             f" and {up:,.1f} to it, at once" if speed.whole else ""
         )

@@ -67,10 +67,13 @@ class TakingPart:
                 f'The weights to evaluate are "fast" or "slow", not {evaluate!r}: choose one of '
                 "the two."
             )
-        self.session, self.options = session, options
+        self.session = session
+        self.options = options
         self.opt: OuterOptimizer | None = None
         """The outer optimizer, from the begin of training on."""
-        self._slow, self._over, self._shown = evaluate == "slow", False, ExitStack()
+        self._slow = evaluate == "slow"
+        self._over = False
+        self._shown = ExitStack()
         self._showing = False  # the slow weights
         self._schedules: list[LRScheduler] = []
         self._schedule_steps = 0
@@ -208,7 +211,8 @@ class Run:
         wandb: str | None = None,
     ) -> None:
         self.folder = Path(expanded(folder)).absolute()
-        self._model, self._every = model, checkpoint_every
+        self._model = model
+        self._every = checkpoint_every
         self._inner = [inner] if isinstance(inner, Optimizer) else [*inner]
         self._made = forms(model.state_dict())
         self.step = 0
@@ -242,7 +246,8 @@ class Run:
             check=self._check_can_resume,
         )
         self._recording: tuple[Session, OuterOptimizer, Metrics] | None = None
-        self._base, self._shown = 0, -math.inf
+        self._base = 0
+        self._shown = -math.inf
         self._losses: list[float] = []  # since the last round
         self._own_errors: dict[str, int] = {}
 
@@ -278,8 +283,7 @@ class Run:
         except (RuntimeError, ValueError, KeyError, TypeError) as error:
             raise RunError(
                 f"The newest checkpoint in {str(self.folder)!r} is of another model or optimizer: "
-                "choose another folder, or "
-                "resume=False."
+                "choose another folder, or resume=False."
             ) from error
 
     @contextmanager

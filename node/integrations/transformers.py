@@ -76,7 +76,8 @@ class SwarmCallback(TakingPart, TrainerCallback):  # type: ignore[misc]
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Do the outer part of the trainer's last step; peers' weights count samples."""
-        opt, batch = self._begun(), state.train_batch_size or args.train_batch_size
+        opt = self._begun()
+        batch = state.train_batch_size or args.train_batch_size
         opt.count(batch * args.gradient_accumulation_steps)
         opt.step()
 
@@ -100,7 +101,8 @@ class SwarmCallback(TakingPart, TrainerCallback):  # type: ignore[misc]
         """Save the outer state beside the trainer's own."""
         self._asked(False)
         self._saved = state.global_step
-        folder, model = _folder(args, state), kwargs.get("model")
+        folder = _folder(args, state)
+        model = kwargs.get("model")
         if model is None or args.save_only_model or not folder.is_dir():
             return
         save(

@@ -79,7 +79,8 @@ class Sinks:
     """All sinks of a node. A sink that raises is reported once, closed, and not used again."""
 
     def __init__(self, sinks: Sequence[MetricsSink], say: Callable[[str], None]) -> None:
-        self._sinks, self._say = list(sinks), say
+        self._sinks = list(sinks)
+        self._say = say
 
     def begin(self, about: About) -> None:
         """Begin all sinks before the first event. MetricsError: one is not available."""
@@ -247,7 +248,9 @@ class Metrics:
     def __init__(
         self, path: Path, say: Callable[[str], None] | None = None, sinks: Sinks | None = None
     ) -> None:
-        self._path, self._say, self._sinks = path, say, sinks
+        self._path = path
+        self._say = say
+        self._sinks = sinks
         self._said = Repeats(self._clock)
         self._lock = threading.Lock()  # of the file: `note` is for any thread
         self._written = self._clock()
@@ -268,7 +271,8 @@ class Metrics:
 
     def write(self, event: str, **fields: Value) -> None:
         """Append one line: ``event``, ``time`` (Unix seconds) and the fields."""
-        now, plain = time.time(), {name: finite(value) for name, value in fields.items()}
+        now = time.time()
+        plain = {name: finite(value) for name, value in fields.items()}
         if self._sinks is not None:
             self._sinks.event(event, now, plain)
         self._write(event, now, plain)

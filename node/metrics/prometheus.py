@@ -321,7 +321,8 @@ class _Server(ThreadingHTTPServer):
         self, family: socket.AddressFamily, place: tuple[Any, ...], handler: type[MetricsHandler]
     ) -> None:
         self.address_family = family
-        self._callers, self._lock = Counter[str](), threading.Lock()
+        self._callers = Counter[str]()
+        self._lock = threading.Lock()
         super().__init__(place, handler)
 
     def server_bind(self) -> None:

@@ -35,7 +35,8 @@ class Curves:
     """Converter of events to points."""
 
     def __init__(self) -> None:
-        self._step, self._progress = 0, float("-inf")
+        self._step = 0
+        self._progress = float("-inf")
 
     def points(self, event: str, time: float, fields: Fields) -> tuple[int, dict[str, float]]:
         """Return the inner step of the points, and their values by name: ``event/field`` for every
@@ -72,7 +73,8 @@ class TensorBoardFile:
 
     def __init__(self, folder: Path, node: str) -> None:
         require(MetricsError, "--tensorboard", "tensorboard", extra="tensorboard")
-        self._folder, self._curves = folder.absolute() / node, Curves()
+        self._folder = folder.absolute() / node
+        self._curves = Curves()
         self._records: Any = None
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -130,7 +132,9 @@ class WandbRun:
     def __init__(self, project: str, node: str, folder: Path) -> None:
         require(MetricsError, "--wandb", "wandb", extra="wandb")
         self._team, _, self._project = project.rpartition("/")
-        self._node, self._folder, self._curves = node, folder, Curves()
+        self._node = node
+        self._folder = folder
+        self._curves = Curves()
         self._run: Any = None
 
     def begin(self, about: About) -> str:
@@ -214,7 +218,8 @@ def open_sinks(node: NodeSettings, say: Callable[[str], None]) -> Sinks:
 
 def about(node: str, membership: Membership, device: object) -> About:
     """Return the description of the run of the node of that name, for sinks."""
-    manifest, peer = membership.manifest, membership.identity.peer_id
+    manifest = membership.manifest
+    peer = membership.identity.peer_id
     return About(
         swarm=manifest.name,
         swarm_id=membership.swarm,

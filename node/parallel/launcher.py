@@ -83,8 +83,7 @@ def job_of(environment: Mapping[str, str] | None = None) -> Job | None:
     if here != world or local != rank or world > MAX_RANKS:
         raise ConfigError(
             f"The ranks of one peer must be on one machine, at most {MAX_RANKS} of them: start "
-            "torchrun with --nnodes 1, and "
-            "a peer on each machine."
+            "torchrun with --nnodes 1, and a peer on each machine."
         )
     if not 0 <= rank < world:
         raise ConfigError(
@@ -182,7 +181,8 @@ def ranks_wanted(settings: Settings, devices: int | None = None) -> int:
 # The ends of ranks: each that fails leaves a file for the launcher, which shows one sentence for
 # all of them.
 
-PID, STOP = "pid", "stop"
+PID = "pid"
+STOP = "stop"
 
 
 class RankLostError(ShoalError):
@@ -323,10 +323,8 @@ def run_rank(job: Job, work: Callable[[], int]) -> NoReturn:
         code = int(
             ExitCode.INTERNAL if error is None else getattr(error, "exit_code", ExitCode.BAD_INPUT)
         )
-    lost, text = (
-        isinstance(error, RankLostError),
-        "" if error is None else f"{getattr(error, 'trace', '')}Error: {error}",
-    )
+    lost = isinstance(error, RankLostError)
+    text = "" if error is None else f"{getattr(error, 'trace', '')}Error: {error}"
     heard = (
         job.leads or not lost or isinstance(error, RankMissingError)
     )  # torchrun ends the others when the first has ended
@@ -353,7 +351,8 @@ class RanksFailedError(ShoalError):
 
     def __init__(self, sentence: str, exit_code: int, trace: str = "") -> None:
         super().__init__(sentence)
-        self.exit_code, self.trace = exit_code, trace
+        self.exit_code = exit_code
+        self.trace = trace
 
 
 class Launcher:
@@ -409,8 +408,8 @@ class Launcher:
                     )
                 starts += 1
                 note = (
-                    f"{why}: starting all {self._world} ranks again ({starts} of "
-                    f"{self._restarts} times)"
+                    f"{why}: starting all {self._world} ranks again ({starts} of {self._restarts} "
+                    "times)"
                 )
                 print(note, file=sys.stderr, flush=True)
 

@@ -71,8 +71,7 @@ def check_one_form(holder: str, tensors: Iterable[Any]) -> None:
     if wrapped is not None:
         raise TrainingError(
             f"The {holder} keeps tensors of the class {type(wrapped).__name__}, which the ranks of "
-            "one node cannot share: leave "
-            "--gpus out, or use another."
+            "one node cannot share: leave --gpus out, or use another."
         )
 
 
@@ -84,8 +83,10 @@ class RanksLayout(Layout):
     group: Ranks
 
     def __init__(self, group: Ranks, channel: Channel) -> None:
-        self.group, self._channel = group, channel
-        self.rank, self.ranks = group.rank, group.size
+        self.group = group
+        self._channel = channel
+        self.rank = group.rank
+        self.ranks = group.size
 
     def mean(self, loss: Tensor) -> Tensor:
         """Return the mean over the ranks; on a GPU without waiting for it."""
@@ -274,7 +275,8 @@ class RankTrainer(Trainer):
         on_round: Callable[[RoundInfo], None] = lambda info: None,
         **options: Any,
     ) -> None:
-        self._channel, self._after_round = channel, on_round
+        self._channel = channel
+        self._after_round = on_round
         super().__init__(task, outer, train, layout=layout, on_round=self._end_round, **options)
         self._ranks = layout
         self._real: Exchange = Alone()
@@ -469,10 +471,14 @@ def _all_started(job: Job) -> Store:
     It waits in Python, a moment at a time, so that signals act. torch.distributed would wait in
     C++, and say nothing.
     """
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    address = os.environ["MASTER_ADDR"]
+    port = int(os.environ["MASTER_PORT"])
     serves = job.leads and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    began, store, never = time.monotonic(), None, threading.Event()
-    reminder, missing = began + REMIND_S, [0]
+    began = time.monotonic()
+    store = None
+    never = threading.Event()
+    reminder = began + REMIND_S
+    missing = [0]
     while True:
         try:
             if store is None:

@@ -86,7 +86,8 @@ class GuardedEnvironment:
     """
 
     def __init__(self, made: Environment, name: str) -> None:
-        self._made, self.version = made, made.version
+        self._made = made
+        self.version = made.version
         self.user_subject = f"Your environment {name!r}"
 
     def question(self, seed: int, index: int) -> Question:

@@ -52,7 +52,8 @@ class HF:
 
     def __init__(self, model: Any, tokenizer: Any, *, lr: float) -> None:
         self.module: torch.nn.Module = model
-        self._tokenizer, self.lr = tokenizer, lr
+        self._tokenizer = tokenizer
+        self.lr = lr
         if tokenizer.eos_token_id is None:
             raise PolicyError(
                 "The model's tokenizer has no end token, so completions would never end: choose "
@@ -222,7 +223,8 @@ class HF:
                 left=True,
                 device=self._device(),
             )
-            tokens, visible = torch.cat([before, after[part]], 1), torch.cat([seen, mask[part]], 1)
+            tokens = torch.cat([before, after[part]], 1)
+            visible = torch.cat([seen, mask[part]], 1)
             again = len(prompts) > self._rows
             parts.append(
                 checkpoint(
@@ -243,7 +245,8 @@ class HF:
             left=True,
             device=self._device(),
         )
-        tokens, visible = torch.cat([before, after], 1)[:, :-1], torch.cat([seen, mask], 1)[:, :-1]
+        tokens = torch.cat([before, after], 1)[:, :-1]
+        visible = torch.cat([seen, mask], 1)[:, :-1]
         return self._last(tokens, visible, after.shape[1]), mask
 
     def _part(self, tokens: Tensor, visible: Tensor, length: int, temperature: float) -> Tensor:
@@ -310,7 +313,8 @@ class _Batch:
         ):
             tokens += new
             logs += new_logs
-        self.ids, self.logs = [], []
+        self.ids = []
+        self.logs = []
         going = [False] * len(self.rows) if over else self.going.tolist()
         yield from (
             (row, *past)

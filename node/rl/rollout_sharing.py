@@ -36,11 +36,11 @@ def make_task(settings: Settings) -> RLTask:
     ]:
         raise ConfigError(
             f"The task rl cannot have train.{unfit[0]}, because a policy learns from all "
-            "completions of a round together, of "
-            "whatever length: leave it out."
+            "completions of a round together, of whatever length: leave it out."
         )
     env = load_env(settings.rl.env, settings.task.options)
-    rl, seed = settings.rl, settings.train.seed
+    rl = settings.rl
+    seed = settings.train.seed
 
     def make_policy() -> Policy:
         policy = load_policy(rl.policy, env, seed)
@@ -68,9 +68,13 @@ class RolloutSharing:
         ram: float,
     ) -> None:
         assert isinstance(task, RLTask)  # `make_task` made it
-        self._task, self._write, self._notify, self._quiet = task, write, notify, time.monotonic()
+        self._task = task
+        self._write = write
+        self._notify = notify
+        self._quiet = time.monotonic()
         limits = PoolLimits(ttl=TTL_S, nbytes=shares(ram)[0])
-        now, barred = membership.directory.now, membership.directory.is_barred
+        now = membership.directory.now
+        barred = membership.directory.is_barred
         self._pool = RolloutPool(
             membership.gossip, task.env.knows, limits=limits, clock=now, barred=barred
         )
@@ -104,7 +108,8 @@ class RolloutSharing:
         questions.
         """
         self._pool.topic.flush(LEAVE_S)
-        task, counts = self._task, self._pool.counts
+        task = self._task
+        counts = self._pool.counts
         learnt = task.foreign
         dropped = {name: counts[name] for name in ("expired", "displaced", "banned")}
         # Some reasons are of several parts: ``banned`` of the network and of the pool.

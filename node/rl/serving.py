@@ -36,7 +36,8 @@ from shoal.node.rl.hf import HF
 from shoal.node.rl.newest_weights import OlderWeights
 from shoal.node.user_code import calling
 
-CONNECT_S, ANSWER_S = 10.0, 600.0
+CONNECT_S = 10.0
+ANSWER_S = 600.0
 TOKEN_BYTES, MOST_BYTES = (
     2048,
     2**28,
@@ -48,8 +49,8 @@ by .07 from their float32.
 PROBED_TOKENS = 2048  # of an answer, computed by older weights too
 FIXED = (
     "start vLLM on this machine with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True; a "
-    "server whose weights stay, "
-    "as of llama.cpp's, serves only a node that does not learn (--set rl.only=share)"
+    "server whose weights stay, as of llama.cpp's, serves only a node that does not learn (--set "
+    "rl.only=share)"
 )
 CONNECTIONS = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}
 _Row = tuple[list[int], list[float]]
@@ -148,7 +149,8 @@ class Served(HF):
 
         PolicyError if the server's are others.
         """
-        each, rows = [prompt for prompt in prompts for _ in range(count)], [ids for ids, _ in told]
+        each = [prompt for prompt in prompts for _ in range(count)]
+        rows = [ids for ids, _ in told]
         was_training = self.module.training
         self.module.eval()
         try:
@@ -165,8 +167,8 @@ class Served(HF):
         if not apart <= APART:
             raise PolicyError(
                 f"The server at {self._server.url} has other weights than this node: its "
-                f"log-probabilities are {apart:.3f} off for "
-                f"a token on average, where {APART} is allowed: let it serve the model of --policy."
+                f"log-probabilities are {apart:.3f} off for a token on average, where {APART} is "
+                "allowed: let it serve the model of --policy."
             )
         flat = [
             self._completion(ids, logs[: len(ids)])
@@ -224,7 +226,8 @@ class Served(HF):
 
         PolicyError if it takes none.
         """
-        held, folder = self._digest(), tempfile.TemporaryDirectory(prefix="shoal-adapter-")
+        held = self._digest()
+        folder = tempfile.TemporaryDirectory(prefix="shoal-adapter-")
         name = Path(folder.name).name
         with calling(self, "save_pretrained()"):
             self.module.save_pretrained(folder.name, save_embedding_layers=False)  # type: ignore[operator]
@@ -235,7 +238,9 @@ class Served(HF):
             with suppress(PolicyError):  # it was started anew, and has forgotten that one
                 self._server.ask("/v1/unload_lora_adapter", {"lora_name": self._name})
             self._adapter.cleanup()
-        self._adapter, self._name, self._held = folder, name, held
+        self._adapter = folder
+        self._name = name
+        self._held = held
         self._before = self._pushed
         self._pushed = [weight.detach().clone() for weight in self._trained()]
 
@@ -285,8 +290,7 @@ NOT_UNDERSTOOD = (404, 405, 422)
 """What servers answer that have no such path, or that take other fields."""
 UNFIT = (
     "use vLLM or llama.cpp's own server (llama-server), for it does not understand what is asked: "
-    "other servers take no "
-    "tokens as a prompt, or return no tokens' ids"
+    "other servers take no tokens as a prompt, or return no tokens' ids"
 )
 
 
@@ -297,7 +301,8 @@ class _Server:
         self.url = url.rstrip("/").removesuffix("/v1")
         try:
             parts = urlsplit(self.url)
-            host, port = parts.hostname, parts.port
+            host = parts.hostname
+            port = parts.port
         except ValueError:
             host = port = None
         if (
@@ -346,7 +351,8 @@ class _Server:
                     f"No server answers at {self.url} ({_line(error)}): start it, or leave "
                     f"@{self.url} out."
                 ) from error
-            status, data = 0, _line(error).encode()
+            status = 0
+            data = _line(error).encode()
         finally:
             if timer is not None:
                 timer.cancel()
@@ -354,8 +360,7 @@ class _Server:
         if time.monotonic() - began >= ANSWER_S:
             raise PolicyError(
                 f"The server at {self.url} did not answer {path} within {ANSWER_S:.0f} s: ask for "
-                "less at once "
-                "(rl.local, rl.group, rl.max_tokens), or give it a faster machine."
+                "less at once (rl.local, rl.group, rl.max_tokens), or give it a faster machine."
             )
         if len(data) > most:
             raise PolicyError(
@@ -392,8 +397,7 @@ class _Server:
     def _nonsense(self, why: str) -> PolicyError:
         return PolicyError(
             f"The server at {self.url} answered other than completions with their tokens' ids and "
-            f"log-probabilities ({why}): "
-            "use vLLM or llama.cpp's server."
+            f"log-probabilities ({why}): use vLLM or llama.cpp's server."
         )
 
 

@@ -179,13 +179,13 @@ class RemoteRollouts:
         max_tokens: int,
         behind: int,
     ) -> None:
-        self._env, self._policy, self._held_out = env, policy, held_out
-        self._seed, self._group, self._max_tokens, self._most_behind = (
-            seed,
-            group,
-            max_tokens,
-            behind,
-        )
+        self._env = env
+        self._policy = policy
+        self._held_out = held_out
+        self._seed = seed
+        self._group = group
+        self._max_tokens = max_tokens
+        self._most_behind = behind
         self._newest = Newest[str, tuple[float, int]](SENDERS)
         """Of each sender the rollout that it issued last: when, and by which version of its policy.
         """
@@ -383,13 +383,19 @@ class RLTask(Task):
         seed: int,
         frozen: bool = False,
     ) -> None:
-        self.env, self.settings, self._make_policy, self._seed = env, settings, make_policy, seed
+        self.env = env
+        self.settings = settings
+        self._make_policy = make_policy
+        self._seed = seed
         self._frozen = frozen
         self._sharing: RolloutPool | None = None
         self._claiming: Claiming = lambda policy, seed, index: None
         self._me = ""
         self._on_round: Callable[[RLRound], None] = lambda round: None
-        self.rounds, self.cumulative, self._worths, self._measured = 0, 0.0, 0.0, 0
+        self.rounds = 0
+        self.cumulative = 0.0
+        self._worths = 0.0
+        self._measured = 0
         self.foreign: RemoteRollouts
         self._pending: RLRound | None = None
 
@@ -404,7 +410,9 @@ class RLTask(Task):
         ``me``: this node in this swarm, from which its questions follow. In another swarm they are
         others, because the weights may have come along (--resume-from).
         """
-        self._sharing, self._me, self._on_round = sharing, me, on_round
+        self._sharing = sharing
+        self._me = me
+        self._on_round = on_round
 
     def claim(self, claiming: Claiming) -> None:
         """Let ``claiming`` write the first groups of a round while claims are due."""
@@ -444,7 +452,8 @@ class RLTask(Task):
     def loss(self, model: torch.nn.Module, batch: Update | None) -> torch.Tensor:
         """Return the policy's loss; 0 without an update."""
         if batch is None:
-            loss, worth = next(p for p in model.parameters() if p.requires_grad).sum() * 0.0, None
+            loss = next(p for p in model.parameters() if p.requires_grad).sum() * 0.0
+            worth = None
         else:
             loss, worth = loss_of(
                 self.policy,
@@ -513,7 +522,8 @@ class RLTask(Task):
         EnvError if there seem to be no others.
         """
         found: list[tuple[int, Question]] = []
-        seed, index = self._number("questions", 0), round * DRAWS
+        seed = self._number("questions", 0)
+        index = round * DRAWS
         while len(found) < self.settings.local:
             question = self.env.made.question(seed, index)
             if question.prompt not in self.held_out_prompts:
@@ -522,8 +532,7 @@ class RLTask(Task):
             if index >= (round + 1) * DRAWS:
                 raise EnvError(
                     f"Of {DRAWS} questions of {self.env.label!r} hardly one is not held out: make "
-                    "it ask more different "
-                    "questions, or set rl.held_out lower."
+                    "it ask more different questions, or set rl.held_out lower."
                 )
         return found
 
@@ -566,10 +575,8 @@ class RLTask(Task):
         for place, ((index, question), completions) in enumerate(zip(asked, written, strict=True)):
             if place >= len(claimed) or not claimed[place].planted:
                 rewards = self.env.rewards(question, [one.text for one in completions])
-                tokens, logs = (
-                    tuple(one.tokens for one in completions),
-                    tuple(None for _ in completions),
-                )
+                tokens = tuple(one.tokens for one in completions)
+                logs = tuple(None for _ in completions)
                 groups.append(RolloutGroup(question.prompt, tokens, rewards, logs))
             if self._sharing is not None and settings.only != "learn":
                 self._share(number, index, completions)

@@ -70,13 +70,12 @@ class _Block(nn.Module):
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.norm1 = nn.LayerNorm(width)
+        self.norm2 = nn.LayerNorm(width)
         self.qkv = nn.Linear(width, 3 * width, bias=False)
         self.out = nn.Linear(width, width, bias=False)
-        self.up, self.down = (
-            nn.Linear(width, 4 * width, bias=False),
-            nn.Linear(4 * width, width, bias=False),
-        )
+        self.up = nn.Linear(width, 4 * width, bias=False)
+        self.down = nn.Linear(4 * width, width, bias=False)
 
     def forward(
         self, x: Tensor, visible: Tensor, past: tuple[Tensor, Tensor] | None
@@ -101,9 +100,11 @@ class TinyModel(nn.Module):
 
     def __init__(self, layers: int, width: int, heads: int) -> None:
         super().__init__()
-        self.tokens, self.positions = nn.Embedding(VOCABULARY, width), nn.Embedding(CONTEXT, width)
+        self.tokens = nn.Embedding(VOCABULARY, width)
+        self.positions = nn.Embedding(CONTEXT, width)
         self.blocks = nn.ModuleList(_Block(width, heads) for _ in range(layers))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, VOCABULARY, bias=False)
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, VOCABULARY, bias=False)
         for embedding in (self.tokens, self.positions):
             nn.init.normal_(embedding.weight, std=0.3)
 
@@ -113,7 +114,8 @@ class TinyModel(nn.Module):
         """Return logits (B, T, V) of the T new ``tokens``; ``mask`` (B, S): False at padding, past
         positions first.
         """
-        new, whole = tokens.shape[1], mask.shape[1]
+        new = tokens.shape[1]
+        whole = mask.shape[1]
         places = (mask.long().cumsum(1) - 1).clamp(0, CONTEXT - 1)[:, whole - new :]
         causal = torch.ones(new, whole, dtype=torch.bool, device=tokens.device).tril(whole - new)
         # A padded position sees itself, because a softmax over nothing is not a number.
@@ -197,7 +199,8 @@ class Tiny:
         logits = logits[:, -1].repeat_interleave(count, 0)
         cache = [(k.repeat_interleave(count, 0), v.repeat_interleave(count, 0)) for k, v in cache]
         mask = mask.repeat_interleave(count, 0)
-        ids, logs = [], []
+        ids = []
+        logs = []
         going = torch.ones(len(mask), dtype=torch.bool, device=mask.device)
         for chance in chances(generator, most, len(mask), mask.device):
             chosen, log = draw(logits, temperature, chance, choose)

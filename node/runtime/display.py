@@ -75,7 +75,8 @@ class LineDisplay:
     """
 
     def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
-        self._stream, self._clock = stream, clock
+        self._stream = stream
+        self._clock = clock
         self._total = 0
         self._next = clock() + LINE_EVERY_S
         self._over = False
@@ -163,7 +164,8 @@ class LiveDisplay:
 
     def update(self, progress: Progress) -> None:
         if self._task is not None:
-            speed, loss = progress.rates, figure(progress.loss, ".3f")
+            speed = progress.rates
+            loss = figure(progress.loss, ".3f")
             self._bar.tokens = (
                 per_second(speed.tokens_per_s, speed.mfu) if speed.tokens_per_s > 0 else ""
             )
@@ -246,7 +248,9 @@ class Activity:
     _clock = staticmethod(time.monotonic)
 
     def __init__(self, metrics: Metrics, display: Display) -> None:
-        self._metrics, self._display, self._busy = metrics, display, processor_time()
+        self._metrics = metrics
+        self._display = display
+        self._busy = processor_time()
         self._now, self._since, self._bounded = "starting", self._clock(), False
         self._told = False
         self._phases: list[dict[str, str | float]] | None = []
@@ -272,7 +276,8 @@ class Activity:
         get the activity.
         """
         before = (self._now, self._bounded, self._told)
-        self._bounded, self._told = bounded, told
+        self._bounded = bounded
+        self._told = told
         self._begin(what)
         try:
             yield
@@ -312,7 +317,8 @@ class Activity:
             or moved - moved_then >= MOVED
         )
         alive = moves or self._bounded
-        doing, seconds = self._now, now - self._since
+        doing = self._now
+        seconds = now - self._since
         self._metrics.note(
             "activity",
             doing=doing,

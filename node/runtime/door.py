@@ -39,7 +39,8 @@ LOCAL_OPTIONS = (reader.DATA, reader.TOKENIZER, reader.DIGEST)
 """Options of the text task that each node has its own of."""
 INNER = ("optimizer", *inner_optimizer.KNOBS)
 """Settings of the inner optimizer, whose state a checkpoint holds."""
-LINK, CHECKPOINT = "link", "checkpoint"
+LINK = "link"
+CHECKPOINT = "checkpoint"
 
 
 def enter(
@@ -82,7 +83,8 @@ def check_size(
     """
     if not isinstance(task, TextTask):
         return
-    least, room = task.least_parameters(), resources.room(settings.node.ram)
+    least = task.least_parameters()
+    room = resources.room(settings.node.ram)
     if (
         manifest is not None and 4 * least > room
     ):  # before a tokenizer that the manifest names is fetched
@@ -93,15 +95,14 @@ def check_size(
         )
         raise resources.MemoryBudgetError(
             f"The swarm's model has {least:,} parameters or more, which take "
-            f"{4 * least / resources.GB:,.2f} GB of memory, and "
-            f"this node may have {room / resources.GB:.2f}: {way_out}."
+            f"{4 * least / resources.GB:,.2f} GB of memory, and this node may have "
+            f"{room / resources.GB:.2f}: {way_out}."
         )
     params = AveragedParameters.of(task.sized())
     if manifest is not None and model_digest(params) != manifest.model:
         raise ModelDiffersError(
             "This node's model does not fit the swarm: names, shapes or types of its parameters "
-            "differ; use the swarm's task, "
-            "options and version."
+            "differ; use the swarm's task, options and version."
         )
     if trains:
         node = settings.node
@@ -157,7 +158,8 @@ def swarm_settings(settings: Settings, manifest: Manifest) -> Settings:
         )
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        where, what = ".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, ")
+        where = ".".join(map(str, first["loc"]))
+        what = first["msg"].removeprefix("Value error, ")
         raise ConfigError(
             f"The swarm's manifest has a swarm.{where} that no node can have ({what}): leave it."
         ) from None
@@ -225,7 +227,8 @@ def _task_of(
 
     ``carrier`` of it: for people.
     """
-    hooks, rl = settings.task.hooks, settings.rl
+    hooks = settings.task.hooks
+    rl = settings.rl
     if manifest.task in BUILT_IN_TASKS and "hooks" not in settings.task.model_fields_set:
         hooks = manifest.task
     if manifest.task == OWN_LOOP:
@@ -276,7 +279,8 @@ def check_not_fixed(settings: Settings, manifest: Manifest) -> None:
     """Raise ConfigError, which names them, if the user asks for other values of settings that
     ``manifest`` fixes.
     """
-    outer, asked = settings.outer, settings.outer.resolved()
+    outer = settings.outer
+    asked = settings.outer.resolved()
     differ = _differing(
         "outer", outer, manifest.outer, lambda name, fixed: getattr(asked, name) == fixed
     )
@@ -302,12 +306,9 @@ def check_not_fixed(settings: Settings, manifest: Manifest) -> None:
     if differ:
         raise ConfigError(
             f"The swarm has {_listed((name, fixed) for name, _, fixed in differ)}, and this node "
-            "was given "
-            f"{_listed((name, wanted) for name, wanted, _ in differ)}: leave that out; the creator "
-            "can change train.lr and "
-            "train.steps for all (`shoal change`), and another swarm can begin with the weights of "
-            "this one (shoal up "
-            "--resume-from)."
+            f"was given {_listed((name, wanted) for name, wanted, _ in differ)}: leave that out; "
+            "the creator can change train.lr and train.steps for all (`shoal change`), and another "
+            "swarm can begin with the weights of this one (shoal up --resume-from)."
         )
 
 
@@ -319,7 +320,8 @@ def _differing(
     """
     found = []
     for name in sorted(asked.model_fields_set & type(fixed).model_fields.keys()):
-        wanted, theirs = getattr(asked, name), getattr(fixed, name)
+        wanted = getattr(asked, name)
+        theirs = getattr(fixed, name)
         if wanted is not None and wanted != theirs and not same(name, theirs):
             found.append((f"{table}.{name}", wanted, theirs))
     return found

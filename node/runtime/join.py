@@ -51,7 +51,8 @@ class LinkFile:
     """
 
     def __init__(self, folder: Path, membership: Membership) -> None:
-        self._path, self._membership = folder.absolute() / LINK, membership
+        self._path = folder.absolute() / LINK
+        self._membership = membership
         self._next = float("-inf")
 
     def refresh(self) -> None:
@@ -98,7 +99,8 @@ def for_new_swarm(settings: Settings) -> Settings:
     """
     if settings.swarm.public:
         settings = settings.model_copy(update={"outer": settings.outer.guarded()})
-    train, task = settings.train, settings.task
+    train = settings.train
+    task = settings.task
     chosen = "optimizer" in train.model_fields_set or "lr" in task.options
     if task.hooks != reader.TEXT or chosen or not hasattr(torch.optim, "Muon"):
         return settings
@@ -130,8 +132,7 @@ def new_manifest(
     if re.fullmatch(TASK_NAME, label) is None:
         raise ConfigError(
             f"The task {label!r} cannot be a swarm's: give its file a name of ASCII letters, "
-            "digits, dots, dashes and underscores, "
-            "and its class one of ASCII letters."
+            "digits, dots, dashes and underscores, and its class one of ASCII letters."
         )
     manifest = Manifest(
         created=time.time(),
@@ -154,7 +155,8 @@ def await_others(
     """Wait a moment for known peers, if this node has returned to a swarm in which no peer answers,
     and log the outcome.
     """
-    host, directory = membership.host, membership.directory
+    host = membership.host
+    directory = membership.directory
     if host.entry() or len(directory.members()) > 1:
         return
     log(
@@ -164,8 +166,7 @@ def await_others(
     if not directory.wait_for(2, AWAIT_S, should_stop) and not should_stop():
         log(
             "nobody answered: going on without a partner from the checkpoint; others find this "
-            "node again, or by the link "
-            f"{membership.link()}"
+            f"node again, or by the link {membership.link()}"
         )
 
 
@@ -196,7 +197,8 @@ def try_partners(trainer: Trainer, screen: DistanceScreen, log: Callable[[str], 
     """
     if not trainer.outer.check_loss:
         return
-    task, shard = trainer.task, trainer.shard
+    task = trainer.task
+    shard = trainer.shard
     why = "the batches of its task are made with the model" if task.draws_with_model else ""
     if trainer.layout.ranks > 1:
         why = "its model is trained by several processes"
@@ -298,17 +300,18 @@ def follow_schedule(
 
     It never goes back, nor beyond its end; a swarm without an end has no place in a schedule.
     """
-    schedule, fragments = trainer.schedule, trainer.whole.fragments
+    schedule = trainer.schedule
+    fragments = trainer.whole.fragments
     if schedule.scheduler is None or not schedule.length or not manifest.train.steps:
         return None
     found = steps_of_rounds(manifest.outer, round // fragments, members, met)
     if found is None:
         return (
             f"the learning-rate schedule goes on from step {schedule.done} of {schedule.length}: "
-            "how far the swarm is cannot be "
-            "told, for no member has said how fast it is"
+            "how far the swarm is cannot be told, for no member has said how fast it is"
         )
-    step, before = min(found, schedule.length), schedule.done
+    step = min(found, schedule.length)
+    before = schedule.done
     if step <= before:
         return None
     trainer.schedule_at(step)
@@ -316,7 +319,8 @@ def follow_schedule(
         f"the learning-rate schedule {'goes on' if before else 'begins'} at step {step} of "
         f"{schedule.length}, where the swarm is"
     )
-    left, steps = schedule.length - step, trainer.whole.steps
+    left = schedule.length - step
+    steps = trainer.whole.steps
     if settings.train.steps - steps > left:
         said += f", and stays at its end from this node's step {steps + left} on"
     return said
@@ -340,7 +344,9 @@ def make_trainer(
     Raises ShoalError: the task, its model, or this node's own lag cannot be used.
     """
     settings = with_own_lag(settings)
-    node, method, train = settings.node, settings.outer.method, settings.train
+    node = settings.node
+    method = settings.outer.method
+    train = settings.train
     on_device = node.slow_on_device
 
     def check(params: Sequence[torch.Tensor]) -> None:

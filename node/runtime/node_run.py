@@ -36,7 +36,9 @@ class NodeRun(RunOptions):
         ShoalError for what the user can mend; nothing is left running.
         """
         with checkpoints.lock(self.folder):
-            node, link, saved = self.settings.node, self.link, None
+            node = self.settings.node
+            link = self.link
+            saved = None
             if node.resume or node.resume_from is not None or checkpoints.steps(self.folder):
                 from shoal.node.runtime import resume
 
@@ -46,7 +48,8 @@ class NodeRun(RunOptions):
             # is made
             with identity.lock():
                 pass
-            log, path = self.display.message, self.folder / METRICS
+            log = self.display.message
+            path = self.folder / METRICS
             with (
                 log_to_file(self.folder / LOG, log),
                 closing(open_sinks(node, log)) as sinks,

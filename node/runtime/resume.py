@@ -154,19 +154,16 @@ def summary(result: Result, folder: Path, training_loss: float | None) -> list[s
             if older is None
             else f"--resume goes on from step {older}, the newest that is saved"
         )
-        files, resume = (
-            f"metrics.jsonl and {RESULT} are in {str(folder)!r}, but not the end of this run",
-            left,
-        )
+        files = f"metrics.jsonl and {RESULT} are in {str(folder)!r}, but not the end of this run"
+        resume = left
     speed = [
         f"{per_second(result.tokens_per_s, result.mfu)} in inner steps, "
-        f"{result.tokens_per_s_with_waiting:,.0f} with waiting for "
-        "others, evaluating and saving"
+        f"{result.tokens_per_s_with_waiting:,.0f} with waiting for others, evaluating and saving"
     ]
     overlapped = [
         f"training went on for {lag_words(result.lag, result.lag_auto)} during an exchange; "
-        f"{result.late} of {result.tried} came "
-        f"later, and training waited {duration(result.wait_s)} for the network"
+        f"{result.late} of {result.tried} came later, and training waited "
+        f"{duration(result.wait_s)} for the network"
     ]
     own = sum(known["count"] for known in result.internal_errors.values())
     erring = [
@@ -264,23 +261,22 @@ def find(node: NodeSettings) -> SavedRun | None:
     Raises CheckpointError if there is none, it is damaged, or the node's folder holds those of
     another run.
     """
-    own, other = node.run_folder, node.resume_from
+    own = node.run_folder
+    other = node.resume_from
     if other is None:
         if node.resume:
             return _read(own)
     elif node.resume:
         raise CheckpointError(
             "--resume goes on with this node's own run and --resume-from with another checkpoint "
-            "in another swarm: pass "
-            "one of them."
+            "in another swarm: pass one of them."
         )
     elif own.resolve() in (other.resolve(), other.resolve().parent):
         return _read(other)
     if steps(own):
         raise CheckpointError(
             f"The folder {str(own)!r} holds checkpoints of another run: pass --resume to continue "
-            "it, "
-            "or choose another --name or --folder."
+            "it, or choose another --name or --folder."
         )
     return None if other is None else _read(other)
 
@@ -310,8 +306,8 @@ def check_same_protocol(saved: SavedRun) -> None:
     if saved.manifest.protocol != PROTOCOL:
         raise CheckpointError(
             f"The swarm of the checkpoint speaks protocol {saved.manifest.protocol}, this version "
-            f"of shoal {PROTOCOL}: pass "
-            f"--resume-from {saved.path} in place of --resume to begin a new swarm from it."
+            f"of shoal {PROTOCOL}: pass --resume-from {saved.path} in place of --resume to begin a "
+            "new swarm from it."
         )
 
 
@@ -320,13 +316,13 @@ def check_same_outer(asked: OuterSettings, saved: SavedRun) -> None:
     a swarm never change.
     """
     for name in sorted(asked.model_fields_set):
-        wanted, fixed = getattr(asked, name), getattr(saved.manifest.outer, name)
+        wanted = getattr(asked, name)
+        fixed = getattr(saved.manifest.outer, name)
         if wanted is not None and wanted != fixed:
             raise CheckpointError(
                 f"The swarm of the checkpoint has outer.{name}={fixed}, and a swarm's settings are "
-                f"fixed: leave {name} out, or "
-                f"pass --resume-from {saved.path} in place of --resume to begin a new swarm from "
-                f"it with outer.{name}={wanted}."
+                f"fixed: leave {name} out, or pass --resume-from {saved.path} in place of --resume "
+                f"to begin a new swarm from it with outer.{name}={wanted}."
             )
 
 
@@ -341,9 +337,8 @@ def own_run(saved: SavedRun | None, swarm: str, node: NodeSettings) -> SavedRun 
     if node.resume:
         raise CheckpointError(
             f"The checkpoint in {str(saved.path)!r} is of swarm {saved.swarm}, not of {swarm}: "
-            f"pass --resume-from {saved.path} in "
-            "place of --resume to go on from it in this swarm, or start without it in another "
-            "folder."
+            f"pass --resume-from {saved.path} in place of --resume to go on from it in this swarm, "
+            "or start without it in another folder."
         )
     return None
 

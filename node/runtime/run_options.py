@@ -46,10 +46,8 @@ def again(settings: Settings, link: Link | None) -> tuple[Settings, Link | None]
     A node that created the swarm and has not saved yet joins it by its own link, since a second
     swarm would leave the others alone.
     """
-    folder, own = (
-        settings.node.run_folder,
-        Identity.load_or_create(settings.node.identity_path).peer_id,
-    )
+    folder = settings.node.run_folder
+    own = Identity.load_or_create(settings.node.identity_path).peer_id
     if steps(folder):
         node = settings.node.model_copy(update={"resume": True, "resume_from": None})
         return settings.model_copy(update={"node": node}), link
@@ -156,7 +154,8 @@ def network(settings: Settings) -> NetworkOptions:
     )
 
 
-METRICS, LOG = "metrics.jsonl", "node.log"
+METRICS = "metrics.jsonl"
+LOG = "node.log"
 
 
 @dataclass

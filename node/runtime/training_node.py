@@ -167,22 +167,19 @@ class TrainingNode:
         metrics: Metrics,
         activity: Activity,
     ) -> None:
-        self.options, self.display, self.shutdown, self.ranks = (
-            options,
-            options.display,
-            options.shutdown,
-            options.ranks,
-        )
+        self.options = options
+        self.display = options.display
+        self.shutdown = options.shutdown
+        self.ranks = options.ranks
         self.settings = options.settings
         """The user's; once there is a trainer, with the swarm's in place of the outer, train and
         task settings.
         """
-        self.folder, node, copies = (
-            options.folder,
-            self.settings.node,
-            resources.room_for_copy(self.settings.node.ram),
-        )
-        notify, budget = self.display.message, node.disk
+        self.folder = options.folder
+        node = self.settings.node
+        copies = resources.room_for_copy(self.settings.node.ram)
+        notify = self.display.message
+        budget = node.disk
         self.saver = CheckpointWriter(
             self.folder,
             keep=KEEP,
@@ -192,13 +189,11 @@ class TrainingNode:
             copies=copies,
             check=lambda: self.trainer.check_can_resume(),
         )
-        self._identity, self._saved, self._sinks, self.metrics, self._activity = (
-            identity,
-            saved,
-            sinks,
-            metrics,
-            activity,
-        )
+        self._identity = identity
+        self._saved = saved
+        self._sinks = sinks
+        self.metrics = metrics
+        self._activity = activity
         self._rates = Rates()
         self._loss: float | None = None
         self._seen: set[str] | None = (
@@ -241,7 +236,8 @@ class TrainingNode:
             self.membership.close()
 
     def _create(self) -> Membership:
-        saved, settings = self._saved, self.settings
+        saved = self._saved
+        settings = self.settings
         if saved is not None and settings.node.resume:
             resume.check_same_protocol(saved)
             resume.check_same_outer(settings.outer, saved)
@@ -257,8 +253,10 @@ class TrainingNode:
             check_size(task, settings, self.device.type, self.display.message, stranger)
             self._make_trainer(task)
             trainer = self.trainer
-            terms, model = make_terms(settings, trainer.task), model_digest(trainer.params)
-            agreed, fragments = trainer.task.agreed_options(), trainer.whole.fragments
+            terms = make_terms(settings, trainer.task)
+            model = model_digest(trainer.params)
+            agreed = trainer.task.agreed_options()
+            fragments = trainer.whole.fragments
             if (settings.outer.fragments or 0) > fragments:
                 self.display.message(
                     f"the model has {fragments} layers, so a round has {fragments} fragments"
@@ -296,19 +294,15 @@ class TrainingNode:
         ``closing`` gets what ends each part that runs beside training, also if a later part cannot
         be made.
         """
-        settings, membership, trainer, log = (
-            self.settings,
-            self.membership,
-            self.trainer,
-            self.display.message,
-        )
-        host, outer, opt, name, task = (
-            membership.host,
-            settings.outer,
-            trainer.whole,
-            settings.node.name,
-            trainer.task,
-        )
+        settings = self.settings
+        membership = self.membership
+        trainer = self.trainer
+        log = self.display.message
+        host = membership.host
+        outer = settings.outer
+        opt = trainer.whole
+        name = settings.node.name
+        task = trainer.task
         self._sinks.begin(about(name, membership, self.device))
         model = model_digest(trainer.params)
         own = self._own_run()
@@ -395,7 +389,8 @@ class TrainingNode:
 
         Others hear of it seconds later, when this node is announced.
         """
-        directory, asked = self.membership.directory, self.settings.node.shard
+        directory = self.membership.directory
+        asked = self.settings.node.shard
         if own is not None and asked is None:
             return own.shard
         if self.options.link is not None:
@@ -411,7 +406,8 @@ class TrainingNode:
         """Take another shard if a node that came at the same moment took this node's too, and goes
         first.
         """
-        member, directory = self.member, self.membership.directory
+        member = self.member
+        directory = self.membership.directory
         if self._seen is None:
             return
         with suppress(NetworkError):
@@ -443,13 +439,15 @@ class TrainingNode:
         if state is None and came_from_elsewhere:
             raise CheckpointError(
                 "No peer of this swarm has finished a round, and all begin from the weights of its "
-                "seed: create a swarm that "
-                "begins from the checkpoint (shoal up --resume-from), or join this one later."
+                "seed: create a swarm that begins from the checkpoint (shoal up --resume-from), or "
+                "join this one later."
             )
         return state
 
     def _begin_from(self, state: State | None) -> None:
-        saved, membership, trainer = self._saved, self.membership, self.trainer
+        saved = self._saved
+        membership = self.membership
+        trainer = self.trainer
         if saved is not None and saved.change and saved.swarm == membership.swarm:
             self._follow_changes(saved.round)  # before its schedule is compared with the saved one
         if saved is not None:
@@ -470,7 +468,8 @@ class TrainingNode:
             self.display.message(
                 f"took over the swarm's weights at round {state.round // trainer.whole.fragments}"
             )
-            others, met = membership.directory.members().values(), membership.host.met
+            others = membership.directory.members().values()
+            met = membership.host.met
             manifest = membership.manifest.model_copy(update={"train": self._swarm_train})
             if said := follow_schedule(trainer, self.settings, manifest, state.round, others, met):
                 self.display.message(said)
@@ -515,7 +514,9 @@ class TrainingNode:
     # -- running -----------------------------------------------------------------------------------
 
     def _train(self) -> Result:
-        result, trainer, host = self.result, self.trainer, self.membership.host
+        result = self.result
+        trainer = self.trainer
+        host = self.membership.host
         if self.options.link is not None:
             self.membership.check_alone(lambda: self.shutdown.requested)
         self.shutdown.orderly(lambda: self._hurry(HURRY_S))
@@ -567,17 +568,17 @@ class TrainingNode:
         finally:
             self.member.leave(self._loss, self._rates, trainer.ended)
         result.interrupted = self.shutdown.requested
-        result.steps, result.restarts = trainer.opt.steps, host.restarts
+        result.steps = trainer.opt.steps
+        result.restarts = host.restarts
         result.wait_s = self.member.exchange.waited
         vars(result).update(self.member.lag_report.details())
         rates = trainer.throughput.mean()
-        result.tokens, result.tokens_per_s, result.mfu = (
-            trainer.throughput.tokens,
-            rates.tokens_per_s,
-            rates.mfu,
-        )
+        result.tokens = trainer.throughput.tokens
+        result.tokens_per_s = rates.tokens_per_s
+        result.mfu = rates.mfu
         result.tokens_per_s_with_waiting = result.tokens / result.wall_s if result.wall_s else 0.0
-        result.bytes_sent, result.bytes_received = host.traffic.sent, host.traffic.received
+        result.bytes_sent = host.traffic.sent
+        result.bytes_received = host.traffic.received
         result.refused = self.membership.refused()
         self._tell_news()
         result.internal_errors = host.internal_errors.report()
@@ -651,7 +652,8 @@ class TrainingNode:
         return opt.steps, opt.round // opt.fragments
 
     def _on_progress(self, progress: Progress) -> None:
-        self._rates, self._loss = progress.rates, progress.loss
+        self._rates = progress.rates
+        self._loss = progress.loss
         self.display.update(progress)
         estimate = self._estimate.news(
             *self._done(),
@@ -669,7 +671,8 @@ class TrainingNode:
         self.metrics.live("progress", **fields)
 
     def _after_step(self) -> None:
-        opt, every = self.trainer.whole, self.settings.train.eval_every
+        opt = self.trainer.whole
+        every = self.settings.train.eval_every
         self._activity.stepped()
         self._follow_changes(opt.round // opt.fragments)
         if self.trainer.plan is not None:
@@ -698,7 +701,8 @@ class TrainingNode:
         partner = next(
             (peer for peer in info.members if peer != self.membership.host.peer_id), None
         )
-        member, rejected = members.get(partner) if partner else None, len(report.rejected)
+        member = members.get(partner) if partner else None
+        rejected = len(report.rejected)
         over = (
             info.key.fragment >= result.fragments - 1
         )  # of its round: the last fragment, or the last average
@@ -708,10 +712,8 @@ class TrainingNode:
         result.failed += bool(report.error)
         result.pairs_none += not (partner or rejected or report.error or self.settings.outer.alone)
         opt, loss = self.trainer.whole, self.trainer.round_loss()
-        named, weights = (
-            member.name if member is not None else partner,
-            resume.digest_of(opt, info.key.fragment),
-        )
+        named = member.name if member is not None else partner
+        weights = resume.digest_of(opt, info.key.fragment)
         record = RoundRecord.of(
             info, report, opt, self._rates, partner=named, loss=loss, weights=weights
         )

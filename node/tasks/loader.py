@@ -61,7 +61,8 @@ class Guarded(Task):
     user_subject: str
 
     def __init__(self, task: Task, name: str) -> None:
-        self._task, self.user_subject = task, f"Your task {name!r}"
+        self._task = task
+        self.user_subject = f"Your task {name!r}"
         self.draws_with_model = bool(task.draws_with_model)
 
     def __getattr__(self, name: str) -> Any:
@@ -220,7 +221,9 @@ class _Iterator(Iterator[Any]):
     """The user's batches."""
 
     def __init__(self, task: Guarded, inner: Iterator[Any], function: str) -> None:
-        self._of, self._inner, self._function = task, inner, function
+        self._of = task
+        self._inner = inner
+        self._function = function
         self.own_workers = inner.own_workers if isinstance(inner, LoadedBatches) else None
 
     def __next__(self) -> Any:
@@ -235,7 +238,9 @@ class _Numbered(NumberedBatches):
     """The user's batches by number."""
 
     def __init__(self, task: Guarded, inner: NumberedBatches, function: str) -> None:
-        self._of, self._inner, self._function = task, inner, function
+        self._of = task
+        self._inner = inner
+        self._function = function
         self.next_number = inner.next_number
 
     def batch(self, number: int) -> Any:
@@ -282,8 +287,7 @@ def _import_file(path: Path, spec_text: str, what: str) -> ModuleType:
     if hidden := _hidden(path):
         raise HookError(
             f"The file {str(path)!r} imports {hidden!r}, and would not get the one beside it: an "
-            "installed module has that name: "
-            "give yours another."
+            "installed module has that name: give yours another."
         )
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickle look a class's module up here
@@ -358,8 +362,8 @@ def _import_module(name: str, spec_text: str, what: str) -> ModuleType:
             and f"{name}.".startswith(f"{error.name}.")
         ):
             raise HookError(
-                f"There is no module {error.name!r} for the {what} {spec_text!r}: "
-                "install it, put its folder on PYTHONPATH, or name a file as path/file.py:Class."
+                f"There is no module {error.name!r} for the {what} {spec_text!r}: install it, put "
+                "its folder on PYTHONPATH, or name a file as path/file.py:Class."
             ) from error
         said = f"The module {name!r} fails when it is imported, with {summary(error)}"
         raise HookError(f"{said}: mend it.", user_trace(error)) from error

@@ -119,20 +119,21 @@ class TextTask(Task):
         if order not in ORDERS:
             raise DataError(f"The text option order={order!r} must be random or epochs.")
         self._at = Path.cwd()  # where its paths begin, when they are read
-        self.data, self.max_bytes, self.field, self.order, self.shuffle = (
-            data,
-            max_bytes,
-            field,
-            order,
-            shuffle,
-        )
-        self.tokenizer_name, self._expected, self.skipped = (
-            tokenizer,
-            str(tokenizer_digest),
-            Skipped(),
-        )
-        self.layers, self.width, self.heads, self.context = layers, width, heads, context
-        self.batch, self.lr, self.warmup = batch, lr, warmup
+        self.data = data
+        self.max_bytes = max_bytes
+        self.field = field
+        self.order = order
+        self.shuffle = shuffle
+        self.tokenizer_name = tokenizer
+        self._expected = str(tokenizer_digest)
+        self.skipped = Skipped()
+        self.layers = layers
+        self.width = width
+        self.heads = heads
+        self.context = context
+        self.batch = batch
+        self.lr = lr
+        self.warmup = warmup
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -163,7 +164,9 @@ class TextTask(Task):
         """
         if self.stream is None:
             return [d for d in self.documents if number(d.name) % HELD_OUT_ONE_IN == 0]
-        found, left, document = [], STREAM_EVALUATION_BYTES, None
+        found = []
+        left = STREAM_EVALUATION_BYTES
+        document = None
         for _, document in self.stream.documents(EVERYTHING, 0):
             if held_out(document.content):
                 found.append(

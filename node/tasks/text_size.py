@@ -39,11 +39,9 @@ def listed_parameters(options: Mapping[str, Any], said: int) -> int:
     With a tokenizer the vocabulary is not known here: then it is what was said, or what the rest
     has if that is more.
     """
-    layers, width, context = (
-        options.get("layers", LAYERS),
-        options.get("width", WIDTH),
-        options.get("context", CONTEXT),
-    )
+    layers = options.get("layers", LAYERS)
+    width = options.get("width", WIDTH)
+    context = options.get("context", CONTEXT)
     if not all(type(number) is int and number > 0 for number in (layers, width, context)):
         return said
     if options.get("tokenizer", "bytes") == "bytes":

@@ -65,22 +65,20 @@ def cut_batch(batch: Any, parts: int) -> list[Any]:
         kind = "None" if batch is None else f"an object of type {type(batch).__name__}"
         raise TrainingError(
             f"The task's batch, {kind}, has no tensor with rows to cut into {parts} parts: leave "
-            "train.accumulate at 1, on one "
-            "device."
+            "train.accumulate at 1, on one device."
         )
     if count % parts:
         raise TrainingError(
             f"A batch of {count} rows cannot be cut into {parts} equal parts: choose "
-            "train.accumulate (times the devices) so that "
-            "it divides the batch, or another batch size."
+            "train.accumulate (times the devices) so that it divides the batch, or another batch "
+            "size."
         )
     if (uneven := _uneven(batch, count)) is not None:
         raise TrainingError(
             f"The batch holds an object of type {uneven} with tensors of other lengths than "
-            f"{count}, such as a graph's edges, and "
-            f"cannot be cut into {parts} parts: leave train.accumulate at 1, on one device, or "
-            "yield dicts of tensors with a row "
-            "for each example."
+            f"{count}, such as a graph's edges, and cannot be cut into {parts} parts: leave "
+            "train.accumulate at 1, on one device, or yield dicts of tensors with a row for each "
+            "example."
         )
     size = count // parts
 

@@ -76,15 +76,14 @@ def _checked(averaged: AveragedParameters, inner: torch.optim.Optimizer) -> torc
         count = len(averaged)
         raise TrainingError(
             f"The task's inner_optimizer() trains {count - len(lacking)} of the {count} parameters "
-            "that require a gradient, and "
-            f"not {lacking[0]}: let it train all that it is given, or freeze the rest in model() "
-            "(requires_grad_(False))."
+            f"that require a gradient, and not {lacking[0]}: let it train all that it is given, or "
+            "freeze the rest in model() (requires_grad_(False))."
         )
     if trained := [parameter for parameter in more if parameter.requires_grad]:
         raise TrainingError(
             f"The task's inner_optimizer() trains {len(trained)} parameters that are not its "
-            "model's, such as one of shape "
-            f"{tuple(trained[0].shape)}: make them part of what model() returns."
+            f"model's, such as one of shape {tuple(trained[0].shape)}: make them part of what "
+            "model() returns."
         )
     return inner
 

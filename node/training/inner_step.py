@@ -57,9 +57,13 @@ class InnerStep:
         layout: Layout,
         outer_in_memory: bool = False,
     ) -> None:
-        self.own, self.layout = own, layout
+        self.own = own
+        self.layout = layout
         check_precision(self.own.precision, device, parameters)
-        self.task, self.parameters, self.device, self.clip = task, parameters, device, clip
+        self.task = task
+        self.parameters = parameters
+        self.device = device
+        self.clip = clip
         self.model = model
         if (
             self.own.compile
@@ -81,7 +85,8 @@ class InnerStep:
                 message=r"Detected call of `lr_scheduler.step\(\)` before",
                 category=UserWarning,
             )
-        self._skipped, self._outer_in_memory = 0, outer_in_memory
+        self._skipped = 0
+        self._outer_in_memory = outer_in_memory
         self.loaded_from: Path | None = None
         """Checkpoint of the inner optimizer's state, until a step was taken with it: torch loads
         states that no step can use.
@@ -105,7 +110,8 @@ class InnerStep:
 
         TrainingError if the batch cannot be cut, or memory runs out.
         """
-        count, first = self.own.accumulate, self.layout.rank * self.own.accumulate
+        count = self.own.accumulate
+        first = self.layout.rank * self.own.accumulate
         parts = cut_batch(batch, self.layout.ranks * count)[first : first + count]
         total: torch.Tensor | None = None
         with self._explained(batch):
@@ -208,7 +214,8 @@ class InnerStep:
 
         ``batch``: that of the gradients; None: they are there already.
         """
-        found, count = [], self.own.accumulate
+        found = []
+        count = self.own.accumulate
         rows = (batch_rows(batch) or 0) // self.layout.ranks
         files = (
             ["keep the outer optimizer in files (--offload DIR)"] if self._outer_in_memory else []
@@ -239,7 +246,9 @@ class _Watched:
     """An optimizer as GradScaler sees it; ``stepped`` says whether its step was taken."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer, self.param_groups, self.stepped = optimizer, optimizer.param_groups, False
+        self._optimizer = optimizer
+        self.param_groups = optimizer.param_groups
+        self.stepped = False
 
     def step(self) -> None:
         self.stepped = True

@@ -20,7 +20,8 @@ class Layout:
     Those of several ranks override all of it, and every rank calls each method at the same point.
     """
 
-    rank, ranks = 0, 1
+    rank = 0
+    ranks = 1
     group: Processes | None = None
 
     def wrap(self, model: nn.Module, device: torch.device) -> nn.Module:

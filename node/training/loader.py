@@ -39,8 +39,8 @@ from shoal.swarm.errors import ShoalError
 POSITION = "position of the task"
 WIDE = 2  # times the elements that a tensor's strides may span to be sent as they are
 IN_PROCESS = (
-    "draw batches in the training process (--set train.workers=0; num_workers=0 in a "
-    "DataLoader of the task's own)"
+    "draw batches in the training process (--set train.workers=0; num_workers=0 in a DataLoader of "
+    "the task's own)"
 )
 OTHERS = f"{IN_PROCESS}, or yield dicts, lists or dataclasses of tensors"
 ROOM = (
@@ -93,7 +93,8 @@ class Loader(Iterator[Any]):
         # worker that died wherever the main thread is, as in the middle of an outer step. It finds
         # dead workers without the signal too, when a batch is drawn.
         signal_handling._SIGCHLD_handler_set = True
-        self._batches, self._taken = batches, 0
+        self._batches = batches
+        self._taken = 0
         numbered = batches if isinstance(batches, NumberedBatches) else None
         own = getattr(batches, "own_workers", None)
         if own is not None:
@@ -238,7 +239,8 @@ class _Sequence(IterableDataset[Any]):
     """Batches one after another, with their position."""
 
     def __init__(self, batches: Iterator[Any], ahead: bool) -> None:
-        self._batches, self._ahead = batches, ahead
+        self._batches = batches
+        self._ahead = ahead
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -266,7 +268,8 @@ class _Numbered(Dataset[Any]):
     """Batches by number."""
 
     def __init__(self, batches: NumberedBatches, ahead: bool) -> None:
-        self._batches, self._ahead = batches, ahead
+        self._batches = batches
+        self._ahead = ahead
 
     def __getitem__(self, number: int) -> Any:
         return (

@@ -38,8 +38,7 @@ def check_precision(
     if precision == "float16" and any(p.dtype == torch.float16 for p in parameters):
         raise TrainingError(
             "The model has weights of float16, whose gradients cannot be scaled back: have the "
-            "task make them float32, and leave "
-            "train.precision at float16."
+            "task make them float32, and leave train.precision at float16."
         )
 
 

@@ -31,8 +31,8 @@ def recompute(model: nn.Module) -> None:
     if not found:
         raise TrainingError(
             "The model has no repeated blocks to compute again (modules of one class in a "
-            "ModuleList or Sequential): leave train.recompute out, or use "
-            "torch.utils.checkpoint in the model itself."
+            "ModuleList or Sequential): leave train.recompute out, or use torch.utils.checkpoint "
+            "in the model itself."
         )
     for block in found:
         # An attribute of the module, so its hooks, which FSDP has too, stay outside. A partial of a

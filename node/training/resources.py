@@ -123,8 +123,8 @@ def check(
             )
         log(
             f"{need} and can have {there / GB:.2f}, so the system may end it without a word: end "
-            "other programs, "
-            "pass --offload DIR, or train a smaller model; with --ram it would not begin"
+            "other programs, pass --offload DIR, or train a smaller model; with --ram it would not "
+            "begin"
         )
 
 
@@ -168,7 +168,8 @@ class DevicePlan:
             part.itemsize < 4 or part is not parameter
             for part, parameter in zip(parts, trained, strict=True)
         )
-        self._of_device, self._device = of_device, device
+        self._of_device = of_device
+        self._device = device
         self.lasting = {"model": whole, "inner optimizer": _kept(inner, local)}
         """Bytes, by what they are for, that are taken after a step too."""
         self.passing = {"gradients": own}
@@ -197,7 +198,8 @@ class DevicePlan:
         of_device.forget_peak(device)
 
     def _parts(self) -> dict[str, int]:
-        computing, averaging = self._computing, self._averaging
+        computing = self._computing
+        averaging = self._averaging
         return (
             self.lasting
             | self.passing
@@ -277,8 +279,8 @@ def beyond(gigabytes: float) -> str:
         return ""
     return (
         f"this node has held {most_held() / GB:.2f} GB of memory, where --ram allows "
-        f"{gigabytes:g}: what steps take is not known "
-        "before, so raise train.accumulate, set train.recompute, or allow more"
+        f"{gigabytes:g}: what steps take is not known before, so raise train.accumulate, set "
+        "train.recompute, or allow more"
     )
 
 

@@ -89,7 +89,9 @@ class Schedule:
     def __init__(
         self, task: Task, train: TrainSettings, optimizer: torch.optim.Optimizer, length: int
     ) -> None:
-        self._task, self._optimizer, self.length = task, optimizer, length
+        self._task = task
+        self._optimizer = optimizer
+        self.length = length
         self._train, self._before = train, copy.deepcopy(self._groups())
         before = self._before
         self.scheduler = make_scheduler(task, train.model_copy(update={"steps": length}), optimizer)

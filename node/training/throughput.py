@@ -103,7 +103,8 @@ class FlopCount:
             flop_registry,
         )  # only where a device's peak is known
 
-        self.flops, self.known = 0, True
+        self.flops = 0
+        self.known = True
         self._mode = FlopCounterMode(
             display=False,
             custom_mapping={key: self._guarded(one) for key, one in flop_registry.items()},
@@ -159,7 +160,8 @@ class Throughput:
     ) -> None:
         self._peak = peak(device, dtype)
         self._flops_per_token: float | None = None
-        self._steps, self._tokens = StepRate(), StepRate()
+        self._steps = StepRate()
+        self._tokens = StepRate()
         self.steps, self.tokens, self.busy_s = 0, 0, 0.0
         """Inner steps and tokens of this run, from its own first step on, and the seconds spent in
         them.
@@ -191,7 +193,8 @@ class Throughput:
         """Note that the steps since the last report took ``seconds``, without waiting; return the
         usual recent rates.
         """
-        steps, tokens = self.steps - self._reported[0], self.tokens - self._reported[1]
+        steps = self.steps - self._reported[0]
+        tokens = self.tokens - self._reported[1]
         self._reported = (self.steps, self.tokens)
         self.busy_s += max(seconds, 0.0)
         tokens_per_s = self._tokens.add(tokens, seconds)

@@ -74,7 +74,8 @@ class _MeanLoss:
     def take(self) -> float | None:
         """Return the mean since the last call, and begin anew; None without a loss."""
         mean = float(self._sum) / self._count if self._count else None
-        self._sum, self._count = 0.0, 0
+        self._sum = 0.0
+        self._count = 0
         return mean
 
 
@@ -119,8 +120,11 @@ class Trainer:
         clock: Callable[[], float] = time.time,
         speeds: Callable[[], Iterable[float]] = lambda: (),
     ) -> None:
-        self.task, self.outer, self.train = task, outer, train
-        self.device, self.layout = device or torch.device("cpu"), layout or Layout()
+        self.task = task
+        self.outer = outer
+        self.train = train
+        self.device = device or torch.device("cpu")
+        self.layout = layout or Layout()
         torch.manual_seed(train.seed)  # all peers begin with the same weights
         self.model = task.model()
         check_values(self.model)
@@ -205,7 +209,8 @@ class Trainer:
 
     def _load(self, batches: Iterator[Any]) -> None:
         self.close()
-        seed, pin = (self.shard.seed + self.shard.index) % 2**63, copies_beside(self.device)
+        seed = (self.shard.seed + self.shard.index) % 2**63
+        pin = copies_beside(self.device)
         self._batches = Loader(
             self.task, batches, workers=self.inner_step.own.workers, pin=pin, seed=seed
         )
@@ -256,7 +261,8 @@ class Trainer:
         Raises TrainingError: the batches ended, or the loss is not a finite scalar any more.
         """
         began = reported = time.monotonic()
-        idle, loss = self._waited(), 0.0
+        idle = self._waited()
+        loss = 0.0
         while not stop() and (self.train.steps == 0 or self.opt.steps < self.train.steps):
             self.step()
             now = time.monotonic()
@@ -293,10 +299,12 @@ class Trainer:
 
     def step(self) -> None:
         """Take one inner step, and the outer step if it is due."""
-        batch, self._drawn = self._next_batch(), True
+        batch = self._next_batch()
+        self._drawn = True
         with self.throughput.step():
             gradients = self.inner_step.gradients(batch)
-        loss, tokens = self.layout.mean(gradients), tokens_in(self.task, batch)
+        loss = self.layout.mean(gradients)
+        tokens = tokens_in(self.task, batch)
         self.opt.count(tokens)
         self.throughput.stepped(tokens)
         self.stepping = True

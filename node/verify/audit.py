@@ -84,7 +84,8 @@ class Finding:
     @property
     def evidence(self) -> bytes:
         """At most 512 bytes of JSON: the reason, cut, and as many figures as fit."""
-        reason, figures = ascii(self.reason[:_REASON])[1:-1][:_REASON], dict(self.statistics)
+        reason = ascii(self.reason[:_REASON])[1:-1][:_REASON]
+        figures = dict(self.statistics)
         while True:
             said = {
                 "accepted": self.accepted,
@@ -128,9 +129,8 @@ def snapshot(policy: Policy) -> bytes:
     if not found or nbytes > MOST_BYTES - _HEAD:
         raise VerifyError(
             f"The policy has {nbytes:,} bytes of trained weights, and claims need 1 to "
-            f"{MOST_BYTES:,}: "
-            "train a small adapter (with peft installed) of a smaller model, or turn verification "
-            "off."
+            f"{MOST_BYTES:,}: train a small adapter (with peft installed) of a smaller model, or "
+            "turn verification off."
         )
     tensors = {
         name: value.detach().to("cpu", torch.float32, copy=True).contiguous()
@@ -149,7 +149,8 @@ def base(module: nn.Module) -> str:
     can check each other.
     """
     found = hashlib.sha256(b"shoal policy base 1\0")
-    own, state = trained(module), module.state_dict()
+    own = trained(module)
+    state = module.state_dict()
     for name in sorted(state.keys() - own.keys()):
         if not isinstance(
             state[name], Tensor
@@ -223,9 +224,11 @@ class SwarmNetwork:
     """
 
     def __init__(self, membership: Membership, gossip: Gossip) -> None:
-        self.me, self.swarm = membership.identity.peer_id, membership.swarm
+        self.me = membership.identity.peer_id
+        self.swarm = membership.swarm
         self.internal_errors = membership.host.internal_errors
-        self._membership, self._gossip = membership, gossip
+        self._membership = membership
+        self._gossip = gossip
         self._bodies = EvidenceStore(
             membership.host, membership.swarm, membership.directory.addresses
         )
@@ -311,8 +314,11 @@ class Budget:
     """
 
     def __init__(self, seconds: float, clock: Callable[[], float]) -> None:
-        self._rate, self._most, self._clock = seconds / MINUTE, seconds, clock
-        self._left, self._since = seconds, clock()
+        self._rate = seconds / MINUTE
+        self._most = seconds
+        self._clock = clock
+        self._left = seconds
+        self._since = clock()
         self.spent = 0.0
 
     @property

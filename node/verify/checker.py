@@ -69,7 +69,8 @@ AT_ONCE = (
     4096  # tokens of completions in one call of the module, which bounds the memory for logits
 )
 STRIDE = 1 << 20
-ACTIVATIONS, SAMPLING = ActivationProof(), SeededSampling()
+ACTIVATIONS = ActivationProof()
+SAMPLING = SeededSampling()
 
 
 def together(agreed: Agreed) -> int:
@@ -105,7 +106,8 @@ def write(policy: Policy, prompt: str, agreed: Agreed, seed: int) -> WrittenGrou
                 seed=0,
                 choose=_chooser(seed, agreed.temperature, first),
             )
-        found, dtype = hidden.states(), _name(hidden.dtype)
+        found = hidden.states()
+        dtype = _name(hidden.dtype)
         written += [one for (one,) in part]
         states += [row[: len(one.tokens)] for row, (one,) in zip(found, part, strict=True)]
     return WrittenGroup(written, torch.cat(states), dtype)
@@ -268,8 +270,8 @@ def prove(
     if group.dtype not in allowed:
         raise VerifyError(
             f"The policy computes in {group.dtype}, where claims of completions are in "
-            f"{' or '.join(allowed)}: give it weights of "
-            "that dtype and no autocast of its own, or turn verification off."
+            f"{' or '.join(allowed)}: give it weights of that dtype and no autocast of its own, or "
+            "turn verification off."
         )
     completions = group.completions
     short = [
@@ -350,13 +352,13 @@ class Checker:
         allowed: Collection[str] = tuple(DTYPES),
         own: Collection[str] = (),
     ) -> None:
-        self._make_policy, self._env, self._agreed = make_policy, env, agreed
-        self.calibration, self._name, self._allowed, self._own = (
-            calibration,
-            policy_name,
-            allowed,
-            own,
-        )
+        self._make_policy = make_policy
+        self._env = env
+        self._agreed = agreed
+        self.calibration = calibration
+        self._name = policy_name
+        self._allowed = allowed
+        self._own = own
         self._policies: dict[torch.dtype, Policy] = {}
         self._measured: list[Measured] = []  # of the claim that is being checked
         self._snapshots = Newest[bytes, bytes](KEPT)
@@ -402,7 +404,8 @@ class Checker:
             reason = self._check(claim, material, snapshot, statistics)
             accepted = True
         except _Wrong as wrong:
-            accepted, reason = False, str(wrong)
+            accepted = False
+            reason = str(wrong)
         return Finding(
             accepted, reason, statistics, time.perf_counter() - begin, tuple(self._measured)
         )
@@ -483,7 +486,8 @@ class Checker:
             ) from error
 
     def _rows(self, claim: Claim, material: Material) -> list[tuple[int, ...]]:
-        rows, most = material.rows(), self._agreed.max_tokens
+        rows = material.rows()
+        most = self._agreed.max_tokens
         if len(rows) != self._agreed.group:
             raise _Wrong(
                 f"The group has {len(rows)} completions where {self._agreed.group} are agreed."

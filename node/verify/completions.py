@@ -93,8 +93,13 @@ class Claimer:
         round: Callable[[], int],
         allowed: Collection[str] = tuple(DTYPES),
     ) -> None:
-        self._env, self._agreed, self._run, self._peer = env, agreed, run, peer
-        self._policy_name, self._round, self._allowed = policy_name, round, allowed
+        self._env = env
+        self._agreed = agreed
+        self._run = run
+        self._peer = peer
+        self._policy_name = policy_name
+        self._round = round
+        self._allowed = allowed
         self._lock = threading.Lock()  # guards the next three
         self._slots: deque[Slot] = deque()
         self._filled: set[tuple[int, int]] = set()
@@ -208,16 +213,12 @@ def self_calibrate(
         for claim in range(claims):
             progress(number * claims + claim, len(sides) * claims)
             at = Coordinates.of(env, QUESTIONS, claim)
-            prompt, seed = (
-                env.made.question(at.seed, at.index).prompt,
-                seed_of("calibration", claim, prover, 0, at.hash),
-            )
+            prompt = env.made.question(at.seed, at.index).prompt
+            seed = seed_of("calibration", claim, prover, 0, at.hash)
             try:
                 group = write(sides[prover], prompt, agreed, seed)
-                proof, rows = (
-                    ACTIVATIONS.make(group.states),
-                    [one.tokens for one in group.completions],
-                )
+                proof = ACTIVATIONS.make(group.states)
+                rows = [one.tokens for one in group.completions]
                 for verifier in sides if across else (prover,):
                     for name, found in examine(
                         sides[verifier], prompt, rows, proof, agreed, seed
@@ -258,14 +259,12 @@ def read_calibration(path: Path, policy_name: str, provers: Collection[str]) -> 
     ):
         raise VerifyError(
             f"The calibration '{path}' was made by a version of shoal that measured other things: "
-            "make another with "
-            "`shoal verify calibrate`, or remove it."
+            "make another with `shoal verify calibrate`, or remove it."
         )
     if any(pair not in found.pairs for pair in wanted):
         raise VerifyError(
             f"The calibration '{path}' says nothing about {policy_name!r} in "
-            f"{' and '.join(provers)}: make another with "
-            "`shoal verify calibrate`, or remove it."
+            f"{' and '.join(provers)}: make another with `shoal verify calibrate`, or remove it."
         )
     return found
 
@@ -309,9 +308,11 @@ class CompletionClaims:
         network: SwarmNetwork,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._network, self._folder = network, settings.node.run_folder / CLAIMS
+        self._network = network
+        self._folder = settings.node.run_folder / CLAIMS
         self._agreed = Agreed(terms.temperature, terms.max_tokens, terms.group)
-        self._policy_name, self._env = terms.policy, task.env
+        self._policy_name = terms.policy
+        self._env = task.env
         self._policy: Policy = copy.deepcopy(task.policy)  # training goes on changing its own
         self._dtypes = cast("tuple[Dtype, ...]", tuple(dict.fromkeys(("float32", terms.dtype))))
         path = settings.node.run_folder / CALIBRATION

@@ -163,7 +163,8 @@ class EvidenceFile:
                         f"DELETE FROM {table} WHERE peer = ? AND number <= ?",
                         (peer, series.number - SERIES),
                     )
-            place, text = (peer, series.number), json.dumps(asdict(series))
+            place = (peer, series.number)
+            text = json.dumps(asdict(series))
             database.execute(
                 "INSERT OR REPLACE INTO series VALUES (?, ?, ?, ?, ?)",
                 (*place, series.last, series.log_odds, text),
@@ -221,7 +222,8 @@ def stated(table: Table, ledger: Ledger, electorates: Electorates) -> dict[str, 
     for ruling in sorted(
         table.rulings.values(), key=lambda ruling: (ruling.claim.round, ruling.claim.id)
     ):
-        claim, electorate = ruling.claim, electorates.get(ruling.claim.round)
+        claim = ruling.claim
+        electorate = electorates.get(ruling.claim.round)
         last = len(ruling.trials) - 1
         for attempt, trial in enumerate(ruling.trials):
             case, number = (
@@ -267,7 +269,8 @@ class History:
     """History in the file ``path``, of a node run by ``operator``. For one thread."""
 
     def __init__(self, path: Path, operator: str) -> None:
-        self._file, self._operator = EvidenceFile(path), operator
+        self._file = EvidenceFile(path)
+        self._operator = operator
         self._waiting = Newest[bytes, tuple[Claim, tuple[Measured, ...]]](MOST_WAITING)
         self._open = Newest[tuple[str, Pair], tuple[Series, SeriesRow]](MOST_OPEN)
         self._references: dict[Pair, Reference] = {}
@@ -300,8 +303,8 @@ class History:
             return finding
         reason = (
             f"Taken together, this peer's claims are not those of an honest one: {alarmed} of "
-            f"{1 + len(others)} verifiers find so, "
-            f"this one with odds of {math.exp(min(own, MOST_LOG)):.3g} to 1."
+            f"{1 + len(others)} verifiers find so, this one with odds of "
+            f"{math.exp(min(own, MOST_LOG)):.3g} to 1."
         )
         return replace(finding, accepted=False, reason=reason)
 
@@ -363,8 +366,10 @@ class History:
             if found is None or not is_open(found[1], one.pair, reference.digest, bans):
                 found = self._resumed(claim.peer, reference, rows, bans)
             series, row = found
-            scores, tolerances = reference.scores(one.evidence), reference.tolerances(one.evidence)
-            p, odds = series.add(scores, tolerances), series.log_odds
+            scores = reference.scores(one.evidence)
+            tolerances = reference.tolerances(one.evidence)
+            p = series.add(scores, tolerances)
+            odds = series.log_odds
             row = replace(
                 row,
                 claims=row.claims + 1,
@@ -563,10 +568,9 @@ def summary(report: Mapping[str, Any]) -> str:
         for series in node["series"]:
             lines.append(
                 f"  {series['number']}. {series['fingerprint']} of {series['model']}, "
-                f"{series['prover']} checked in "
-                f"{series['verifier']}: {series['claims']} claims of rounds "
-                f"{series['first_round']} to {series['last_round']}, "
-                f"odds up to {series['odds']:.3g}{'' if series['counted'] else ' (over)'}"
+                f"{series['prover']} checked in {series['verifier']}: {series['claims']} claims of "
+                f"rounds {series['first_round']} to {series['last_round']}, odds up to "
+                f"{series['odds']:.3g}{'' if series['counted'] else ' (over)'}"
             )
             for one in series["counted"][-SHOWN:]:
                 feature, p = min(one["p"].items(), key=lambda item: item[1])

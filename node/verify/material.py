@@ -103,7 +103,8 @@ class Material(Message):
     of the author's computation.
     """
 
-    KIND, LIMIT = "claim-material", 4096 * KIB
+    KIND = "claim-material"
+    LIMIT = 4096 * KIB
     policy: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:+-]{1,128}$")]
     env: EnvName
     env_version: Label
@@ -195,12 +196,14 @@ def _hash(what: str, data: bytes) -> bytes:
 # not at all. A file may come from a stranger: its size is bounded before it is read, and nothing in
 # it is used as a path.
 
-CLAIM, WEIGHTS = ".claim", ".safetensors"
+CLAIM = ".claim"
+WEIGHTS = ".safetensors"
 KEEP = 64  # newest claims in a folder
 
 
 class _File(Message):
-    KIND, LIMIT = "stored-claim", 4200 * KIB
+    KIND = "stored-claim"
+    LIMIT = 4200 * KIB
     record: Annotated[bytes, Field(max_length=MOST_RECORD)]
     signature: Annotated[bytes, Field(max_length=64)]
     material: Annotated[bytes, Field(max_length=4096 * KIB)]

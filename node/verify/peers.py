@@ -59,7 +59,8 @@ def read_peers(link: Link) -> dict[str, Any]:
         tables = (
             _reputations(host, link.swarm, manifest, members) if manifest.terms is not None else {}
         )
-    now, round_s = time.time(), manifest.verify.round_s
+    now = time.time()
+    round_s = manifest.verify.round_s
     ((common, agree),) = Counter(table.digest for table in tables.values()).most_common(1) or [
         (b"", 0)
     ]
@@ -91,7 +92,8 @@ def _reputations(
     host: Host, swarm: str, manifest: Manifest, members: Mapping[str, Member]
 ) -> dict[str, Table]:
     """Return the table by peer, of the peers that answered."""
-    round, rules = int(time.time() // manifest.verify.round_s) - SETTLED, rules_of(manifest.verify)
+    round = int(time.time() // manifest.verify.round_s) - SETTLED
+    rules = rules_of(manifest.verify)
     found: dict[str, Table] = {}
     for peer in secrets.SystemRandom().sample(sorted(members), min(ASKED, len(members))):
         try:
@@ -107,7 +109,8 @@ def _reputations(
 
 
 def _standing(table: Table, peer: str, round_s: float, now: float) -> dict[str, Any]:
-    standing, until = table.standings.get(peer, Standing()), table.banned_until(peer)
+    standing = table.standings.get(peer, Standing())
+    until = table.banned_until(peer)
     ends = 0.0 if until is None else (until + 1) * round_s
     return {
         "score": standing.score / 1000,
@@ -139,8 +142,8 @@ def summary(report: Mapping[str, Any]) -> str:
             f"{report['name']}: nothing is verified in this swarm (it was created without --verify)"
         )
     title = (
-        f"{report['name']}: {len(report['peers'])} peers; {report['agree']} of "
-        f"{report['asked']} logs agree"
+        f"{report['name']}: {len(report['peers'])} peers; {report['agree']} of {report['asked']} "
+        "logs agree"
     )
     columns = (
         "name",
@@ -161,7 +164,9 @@ def summary(report: Mapping[str, Any]) -> str:
 
 
 def _cells(one: Mapping[str, Any]) -> list[str]:
-    claims, votes, until = one["claims"], one["votes"], one["banned_until"]
+    claims = one["claims"]
+    votes = one["votes"]
+    until = one["banned_until"]
     missed = "" if one["drawn"] else f"not drawn: {votes['absent']} votes not cast"
     return [
         one["name"] or "(away)",

@@ -45,8 +45,8 @@ CHECKING = 0.1
 MOST_WAITING = 256  # sentences, and events, that wait to be passed on
 ABSENT = (
     "this node is not drawn as a verifier for a while, because {} of its votes did not come; it "
-    "stays a member, and its claims are "
-    "checked as before. If this comes back, run less on this machine"
+    "stays a member, and its claims are checked as before. If this comes back, run less on this "
+    "machine"
 )
 BACK = "this node is drawn as a verifier again"
 
@@ -58,7 +58,9 @@ class Feed:
     """
 
     def __init__(self, me: str, name: Callable[[str], str], round_s: float) -> None:
-        self._me, self._name, self._round_s = me, name, round_s
+        self._me = me
+        self._name = name
+        self._round_s = round_s
         self._sentences: deque[str] = deque(maxlen=MOST_WAITING)
         self._events: deque[dict[str, Any]] = deque(maxlen=MOST_WAITING)
         self._banned = dict[str, int]()
@@ -159,14 +161,15 @@ class Auditor:
         weigh: Callable[[Claim, Finding], Finding],
         counts: Counter[str],
     ) -> None:
-        self._checker, self._network, self._budget, self._on_audit, self._weigh = (
-            checker,
-            network,
-            budget,
-            on_audit,
-            weigh,
-        )
-        self._fetch_s, self._timer, self._until, self.counts = fetch_s, timer, 0.0, counts
+        self._checker = checker
+        self._network = network
+        self._budget = budget
+        self._on_audit = on_audit
+        self._weigh = weigh
+        self._fetch_s = fetch_s
+        self._timer = timer
+        self._until = 0.0
+        self.counts = counts
 
     def check(self, claim: Claim) -> Checked | None:
         """Vote on ``claim``; None if the budget is spent, or this node cannot judge it (the reason
@@ -247,7 +250,10 @@ class Verification:
         timer: Callable[[], float] = time.monotonic,
         salt: Callable[[], bytes] = lambda: secrets.token_bytes(32),
     ) -> None:
-        self._kind, self._network, self._clock, self._timer = kind, network, clock, timer
+        self._kind = kind
+        self._network = network
+        self._clock = clock
+        self._timer = timer
         self._round_s = settings.verify.round_s
         self._budget = Budget(MINUTE * max(CHECKING, settings.verify.audit_rate / 2), timer)
         self._feed = Feed(network.me, network.name, self._round_s)
@@ -272,9 +278,13 @@ class Verification:
             threading.Lock()
         )  # guards the participant, but while a claim is checked: nothing else changes it then
         self._inbox: deque[tuple[Signed, float]] = deque(maxlen=INBOX)
-        self._pull_at, self._left = 0.0, False
-        self._began, self._counts, self._reported = timer(), Counter[str](), self._participant.table
-        self._stop, self._use_device = threading.Event(), current_device()
+        self._pull_at = 0.0
+        self._left = False
+        self._began = timer()
+        self._counts = Counter[str]()
+        self._reported = self._participant.table
+        self._stop = threading.Event()
+        self._use_device = current_device()
         self._thread = threading.Thread(target=self._run, name="verification", daemon=True)
         network.open(self._take, self._log, self.is_banned)
 
@@ -306,7 +316,8 @@ class Verification:
 
     def report(self) -> dict[str, Any]:
         """Return the numbers of claims and checks, and the standings of all peers."""
-        seconds, table = self._timer() - self._began, self.table
+        seconds = self._timer() - self._began
+        table = self.table
         counted = ("claimed", "planted", "checked", "valid", "invalid", "skipped", "uncheckable")
         return {
             **{name: self._counts[name] for name in counted},
@@ -356,20 +367,17 @@ class Verification:
 
     def prepare(self) -> None:
         """Do the slow preparation, once before the first `step`: calibrate on honest claims."""
-        checker, fetch_s, seats = (
-            self._kind.prepare(self._feed.notify),
-            self._round_s / 20,
-            self._participant.rules.verifiers,
-        )
+        checker = self._kind.prepare(self._feed.notify)
+        fetch_s = self._round_s / 20
+        seats = self._participant.rules.verifiers
         needed = seats * checker.most_snapshot_bytes * 8e-6 / fetch_s
         if needed > UPLINK:
             self._feed.notify(
                 f"{seats} verifiers must get the weights behind each claim "
-                f"({checker.most_snapshot_bytes / 1e6:.1f} MB) within "
-                f"{fetch_s:g} s: where an uplink has less than {needed:.0f} Mbit/s, honest claims "
-                "may seem withheld. In a swarm "
-                f"created with --set verify.round_s={math.ceil(self._round_s * needed / UPLINK)} "
-                f"they need {UPLINK}"
+                f"({checker.most_snapshot_bytes / 1e6:.1f} MB) within {fetch_s:g} s: where an "
+                f"uplink has less than {needed:.0f} Mbit/s, honest claims may seem withheld. In a "
+                "swarm created with --set "
+                f"verify.round_s={math.ceil(self._round_s * needed / UPLINK)} they need {UPLINK}"
             )
         self._auditor = Auditor(
             checker,
@@ -384,7 +392,8 @@ class Verification:
 
     def step(self) -> None:
         """Do what is due; takes as long as one check, or as fetching a log."""
-        made, participant = self._kind.claimer.take(), self._participant
+        made = self._kind.claimer.take()
+        participant = self._participant
         with self._lock:
             # First: what waits may be records of a round that has begun since, or claims of one
             # that is over, which others refuse.
@@ -406,8 +415,7 @@ class Verification:
                 ):
                     self._feed.notify(
                         f"the claims of {self._network.name(peer)}, taken together, are not honest "
-                        "ones: "
-                        f"`shoal verify explain {peer}` says why"
+                        f"ones: `shoal verify explain {peer}` says why"
                     )
         self._pull()
 

@@ -92,7 +92,8 @@ def greedy(errors: Table, sizes: Table, budget: float) -> list[int]:
         middle = (low + high) / 2
         candidate = at(10.0**middle)
         if total(sizes, candidate) <= budget:
-            picks, high = candidate, middle
+            picks = candidate
+            high = middle
         else:
             low = middle
     return picks

@@ -33,7 +33,8 @@ from shoal.optim.device import to_host
 
 BLOCK, HALF = 64, 32
 """Values that have a range together, and those in the lower halves of their bytes."""
-BITS, LEVELS = 4, 16
+BITS = 4
+LEVELS = 16
 SEED_BYTES = 8
 BLOCK_BYTES = 2 + HALF
 """Of a payload: an exponent, a digest, and the codes."""
@@ -90,7 +91,8 @@ class Mod4Codec:
     same bits.
     """
 
-    name, displacement = "mod4", False
+    name = "mod4"
+    displacement = False
 
     def __init__(self) -> None:
         self._measured: Tensor | None = None

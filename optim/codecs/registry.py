@@ -49,7 +49,10 @@ def sent_by_senders(codec: Codec, shapes: Sequence[Shape]) -> list[bool] | None:
     return [True] * len(shapes) if isinstance(codec, TopK2SendersCodec) else None
 
 
-INT8, E3M0, SIGN, TOPK2 = Int8Codec(), E3M0Codec(), SignCodec(), TopK2Codec()
+INT8 = Int8Codec()
+E3M0 = E3M0Codec()
+SIGN = SignCodec()
+TOPK2 = TopK2Codec()
 
 _CODECS: dict[str, Codec] = {
     codec.name: codec

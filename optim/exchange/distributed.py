@@ -230,8 +230,7 @@ class Distributed(Exchange):
         if not all_finite(tensors):
             logger.warning(
                 "round %d, fragment %d: the own contribution holds NaN or infinity, so the others "
-                "go on without it: "
-                "lower the learning rate or clip gradients.",
+                "go on without it: lower the learning rate or clip gradients.",
                 key.round,
                 key.fragment,
             )
@@ -293,8 +292,7 @@ class Distributed(Exchange):
                 self._broken = True
                 logger.warning(
                     "the store of torch.distributed is gone (%s): later rounds have no partner. "
-                    "Restart the job, best under "
-                    "torchrun --max-restarts.",
+                    "Restart the job, best under torchrun --max-restarts.",
                     str(error).split("\n")[0],
                 )
             except BaseException as error:

@@ -179,7 +179,8 @@ class Simulation(Generic[T]):
 
     def _yield(self, name: str, until: float, ready: Callable[[], bool] | None = None) -> None:
         peer = self._peers[name]
-        peer.wake, peer.ready = until, ready
+        peer.wake = until
+        peer.ready = ready
         self._scheduler.set()
         self._wait_for_turn(peer)
         peer.ready = None
@@ -311,8 +312,8 @@ class SimulatedExchange(Exchange):
         if theirs != shapes:
             raise ValueError(
                 f"peer {self.peer} sends {len(shapes)} tensors in fragment {key.fragment} where "
-                f"peer {other} sends {len(theirs)} "
-                "or other shapes: all must have the same model, fragments, buffers and method"
+                f"peer {other} sends {len(theirs)} or other shapes: all must have the same model, "
+                "fragments, buffers and method"
             )
         if simulation.size > 2:
             check_no_pair(codec)
@@ -351,7 +352,8 @@ class _SimulatedHandle(Handle):
         return simulation.now >= self.until
 
     def result(self, deadline: float | None = None) -> Mean | None:
-        simulation, key = self.simulation, self.key
+        simulation = self.simulation
+        key = self.key
         if self._mean is not None:  # its tensors may have been released
             return self._mean
         until = self.until if deadline is None else min(self.until, simulation.now + deadline)

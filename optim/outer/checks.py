@@ -33,9 +33,8 @@ def check_rank(saved: Sequence[int] | None, own: Sequence[int] | None) -> None:
         return
     raise ValueError(
         f"the saved outer state is of {_rank_name(saved)}, and this is {_rank_name(own)}: each "
-        "rank loads its own, and "
-        "shoal.optim.ranks.orders saves and "
-        "loads what goes with any number of ranks"
+        "rank loads its own, and shoal.optim.ranks.orders saves and loads what goes with any "
+        "number of ranks"
     )
 
 

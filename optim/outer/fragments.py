@@ -198,8 +198,8 @@ def _check_parts(parts: Sequence[Sequence[int]], parameters: Sequence[Tensor]) -
     for position, parameter in enumerate(parameters):
         if counts[position] != 1:
             raise ValueError(
-                f"parameter {position} of shape {tuple(parameter.shape)} is in "
-                f"{counts[position]} fragments: put every parameter into exactly one"
+                f"parameter {position} of shape {tuple(parameter.shape)} is in {counts[position]} "
+                "fragments: put every parameter into exactly one"
             )
     for number, part in enumerate(parts):
         if not part:

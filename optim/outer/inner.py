@@ -237,8 +237,7 @@ def _check_state(optimizer: torch.optim.Optimizer) -> None:
         if any(isinstance(value, Tensor) and value.is_inference() for value in state.values()):
             raise ValueError(
                 "the inner optimizer's state was made under torch.inference_mode(), where nothing "
-                "can be trained: make the "
-                "optimizer outside it"
+                "can be trained: make the optimizer outside it"
             )
 
 
@@ -254,8 +253,7 @@ def _check_keeps_moves(optimizer: torch.optim.Optimizer) -> None:
     if needs_closure(optimizer):
         raise ValueError(
             f"{name} compares gradients at weights between which a round may have moved the model, "
-            "in steps that need a "
-            f"closure: {remedy}"
+            f"in steps that need a closure: {remedy}"
         )
     share = share_left(optimizer)
     if share is None:
@@ -263,8 +261,8 @@ def _check_keeps_moves(optimizer: torch.optim.Optimizer) -> None:
     elif share < LEAST_LEFT:
         raise ValueError(
             f"{name} remembers earlier weights, to which it would go back after a round has moved "
-            "the model (of a move "
-            f"{max(share, 0):.0%} was left after {STEPS_AFTER} steps): {remedy}"
+            f"the model (of a move {max(share, 0):.0%} was left after {STEPS_AFTER} steps): "
+            f"{remedy}"
         )
 
 
@@ -273,7 +271,6 @@ def _say_untried(name: str) -> None:
     """Log that an optimizer could not be tried, once in a process."""
     log.warning(
         "whether %s remembers earlier weights could not be tried, for a small copy of it takes no "
-        "step: if its state holds "
-        "weights, a round's move is lost",
+        "step: if its state holds weights, a round's move is lost",
         name,
     )

@@ -660,8 +660,8 @@ class OuterOptimizer(SavedState):
         """Raise TypeError: a copy would share the exchange, and so this peer's place in the run."""
         raise TypeError(
             "an outer optimizer cannot be copied or pickled: make another around the copied "
-            "model's inner optimizer, with an "
-            "exchange of its own, and load this one's state_dict()"
+            "model's inner optimizer, with an exchange of its own, and load this one's "
+            "state_dict()"
         )
 
 

@@ -197,8 +197,7 @@ class SavedState(OuterState):
             if sorted(order) != sorted(form.order) or whole.get("rank") is not None:
                 raise ValueError(
                     "the saved outer state is of other parameters, or of another order of them: "
-                    "train the same ones of the model, by "
-                    "an inner optimizer of the same groups"
+                    "train the same ones of the model, by an inner optimizer of the same groups"
                 )
             whole = in_order(whole, form.order, self._parts)
         return check_keys(whole)

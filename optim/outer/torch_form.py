@@ -89,8 +89,8 @@ class TorchForm:
         if _is_flattened():
             raise ValueError(
                 "a state of flatten_optimizer_state_dict=True loses the slow weights, outer "
-                "momentum and round when it is loaded: "
-                "leave that option out, here and where it is loaded"
+                "momentum and round when it is loaded: leave that option out, here and where it is "
+                "loaded"
             )
         state = dict(whole["inner"]["state"])
         outer = self._outer_tensors(whole)
@@ -191,8 +191,8 @@ class TorchForm:
         if text is None:
             raise ValueError(
                 "the saved state has no outer part, so it is not an outer optimizer's (load it "
-                "into the inner one), or it was read "
-                "with flatten_optimizer_state_dict, which does not keep it"
+                "into the inner one), or it was read with flatten_optimizer_state_dict, which does "
+                "not keep it"
             )
         keys = [key for group in groups for key in group["params"]]
         if len(keys) != len(self._every):
@@ -339,8 +339,8 @@ def check_names(
         if name and then and name != then:
             raise ValueError(
                 f"number {number} of the inner optimizer's parameters was {then!r} when the state "
-                f"was saved, and is {name!r} now: "
-                "make the inner optimizer, and the model, as they were then"
+                f"was saved, and is {name!r} now: make the inner optimizer, and the model, as they "
+                "were then"
             )
 
 

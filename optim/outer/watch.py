@@ -86,10 +86,9 @@ class LoopWatch:
         self._warned = True
         warnings.warn(
             f"the model's weights changed outside step() ({changed} of {len(now)} tensors), while "
-            "the slow weights stay those of "
-            "before: if others were loaded on purpose, call opt.restart_from_model() after it, on "
-            "all peers; a loop that clamps "
-            "weights itself, or swaps an average in and out, needs nothing",
+            "the slow weights stay those of before: if others were loaded on purpose, call "
+            "opt.restart_from_model() after it, on all peers; a loop that clamps weights itself, "
+            "or swaps an average in and out, needs nothing",
             stacklevel=stacklevel + 1,
         )
 
@@ -101,15 +100,14 @@ class LoopWatch:
         if sum(len(group["params"]) for group in self._inner.param_groups) != self._count:
             raise ValueError(
                 "the inner optimizer has other parameters than when the outer one was made, and "
-                "they would never be averaged: on "
-                "all peers, finish() and make a new one after adding parameter groups"
+                "they would never be averaged: on all peers, finish() and make a new one after "
+                "adding parameter groups"
             )
         found = self._unfrozen.found(round)
         if found is not None:
             raise ValueError(
                 f"{found} is trained now, and would never be averaged: on all peers, finish() and "
-                "make a new outer optimizer after "
-                "unfreezing or adding it, or freeze it again"
+                "make a new outer optimizer after unfreezing or adding it, or freeze it again"
             )
 
     def _inner_stepped(self) -> None:
@@ -121,8 +119,8 @@ class LoopWatch:
         self._warned = True
         warnings.warn(
             "the inner optimizer is stepped and not the outer one, so nothing is averaged: call "
-            "step() of the outer optimizer (of "
-            "what session.optimizer returned), which steps the inner one",
+            "step() of the outer optimizer (of what session.optimizer returned), which steps the "
+            "inner one",
             stacklevel=5,
         )
 

@@ -397,7 +397,8 @@ class LeadOptimizer:
     """
 
     def __init__(self, opt: OuterOptimizer, channel: Channel) -> None:
-        self._opt, self._channel = opt, channel
+        self._opt = opt
+        self._channel = channel
         self.gathers = 0
         """How often whole weights were gathered: those of one time are other tensors than those of
         another.

@@ -70,8 +70,12 @@ class BodyStore:
         more: Callable[[bytes], bytes | None] = lambda sha256: None,
     ) -> None:
         self.host = self._host = host
-        self._swarm, self._addresses, self._protocol = swarm, addresses, protocol
-        self._max_bodies, self._max_bytes, self._more = bodies, nbytes, more
+        self._swarm = swarm
+        self._addresses = addresses
+        self._protocol = protocol
+        self._max_bodies = bodies
+        self._max_bytes = nbytes
+        self._more = more
         self._quotas = None if quota is None else TokenBuckets(quota)
         self._lock = threading.Lock()
         self._bodies: OrderedDict[bytes, bytes] = OrderedDict()
@@ -205,12 +209,10 @@ class BodyFetcher:
         fetch_s: float = FETCH_S,
         met: Mapping[str, str] | None = None,
     ) -> None:
-        self._body_store, self._fetched, self._failed, self._fetch_s = (
-            body_store,
-            fetched,
-            failed,
-            fetch_s,
-        )
+        self._body_store = body_store
+        self._fetched = fetched
+        self._failed = failed
+        self._fetch_s = fetch_s
         self._met = {} if met is None else met
         self._waiting: BoundedQueue[Key] = BoundedQueue(MAX_WAITING, MAX_WAITING)
         self._wanted: dict[Key, _Wanted] = {}  # waiting, or being fetched
@@ -270,7 +272,8 @@ class BodyFetcher:
 
     async def _from_any(self, wanted: _Wanted) -> bytes | str:
         """Return the body, or the reason why no source served it."""
-        reason, announcement = "unavailable", wanted.announcement
+        reason = "unavailable"
+        announcement = wanted.announcement
         answered: set[str] = set()  # sources that need not be asked again
         for pause in (0.0, *PAUSES):
             if answered.issuperset(wanted.sources):

@@ -45,7 +45,8 @@ class BoundedQueue(Generic[T]):
     """
 
     def __init__(self, items: int, nbytes: int) -> None:
-        self._items, self._nbytes = items, nbytes
+        self._items = items
+        self._nbytes = nbytes
         self._lock = threading.Lock()
         self._held: deque[tuple[T, int]] = deque()
         self._bytes = 0
@@ -74,7 +75,8 @@ class BoundedQueue(Generic[T]):
                 del self._held[place]
                 self._bytes -= size
                 dropped.append(old)
-            loop, filled = self._loop, self._filled
+            loop = self._loop
+            filled = self._filled
         if loop is not None and filled is not None:
             with contextlib.suppress(RuntimeError):  # the loop was closed
                 loop.call_soon_threadsafe(filled.set)
@@ -92,7 +94,8 @@ class BoundedQueue(Generic[T]):
                     self._bytes -= size
                     return item
                 if self._filled is None:
-                    self._loop, self._filled = asyncio.get_running_loop(), asyncio.Event()
+                    self._loop = asyncio.get_running_loop()
+                    self._filled = asyncio.Event()
                 self._filled.clear()
                 filled = self._filled
             await filled.wait()
@@ -107,7 +110,8 @@ class GossipEnvelope(Message):
     zlib.
     """
 
-    KIND, LIMIT = "parcel", MAX_MESSAGE
+    KIND = "parcel"
+    LIMIT = MAX_MESSAGE
     swarm: SwarmId
     encoding: Encoding
     size: Bytes
@@ -119,7 +123,8 @@ class BodyAnnouncement(Message):
     bytes, ``size`` when expanded.
     """
 
-    KIND, AUTHOR = "notice", "peer"
+    KIND = "notice"
+    AUTHOR = "peer"
     swarm: SwarmId
     peer: PeerId
     encoding: Encoding

@@ -101,8 +101,12 @@ class Gossip:
         look: Callable[[], None] = lambda: None,
         body_store: int = MAX_STORED,
     ) -> None:
-        self.access_policy, self.look = access_policy or AccessPolicy(), look
-        self.host, self.identity, self.swarm, self.fetch_s = host, identity, swarm, fetch_s
+        self.access_policy = access_policy or AccessPolicy()
+        self.look = look
+        self.host = host
+        self.identity = identity
+        self.swarm = swarm
+        self.fetch_s = fetch_s
         self.body_store = BodyStore(host, swarm, addresses, nbytes=body_store)
         self._topics: list[Topic[Any]] = []
 
@@ -154,8 +158,12 @@ class Topic(Generic[M]):
     ) -> None:
         self.name = topic_of(gossip.swarm, kind)
         self.counters = Counters()
-        self._host, self._identity, self._swarm = gossip.host, gossip.identity, gossip.swarm
-        self._gossip, self._kind, self._handler = gossip, kind, handler
+        self._host = gossip.host
+        self._identity = gossip.identity
+        self._swarm = gossip.swarm
+        self._gossip = gossip
+        self._kind = kind
+        self._handler = handler
         self._room = envelope.room_for(kind)
         self._fetcher = BodyFetcher(
             gossip.body_store, self._open, self.counters.reject, gossip.fetch_s, self._host.met

@@ -133,8 +133,7 @@ def fetch_manifest(host: Host, link: Link, timeout: float = 20.0) -> tuple[bytes
         if reply.manifest is None:
             raise MessageError(
                 f"Wrong swarm id: the peer {address} belongs to swarm {reply.swarm}, the link asks "
-                f"for {link.swarm}; "
-                "ask for a fresh link."
+                f"for {link.swarm}; ask for a fresh link."
             )
         return reply.manifest, open_manifest(reply.manifest, link.swarm)
 

@@ -68,13 +68,12 @@ def clock_problem(seen: Sequence[DialBackView], met: Mapping[str, str] | None = 
     if len(seen) == 1:
         return (
             f"this machine's clock is {off} {way} that of the only peer that answered, so yours or "
-            "theirs is wrong: set both by "
-            "NTP (`timedatectl set-ntp true`), or records are refused."
+            "theirs is wrong: set both by NTP (`timedatectl set-ntp true`), or records are "
+            "refused."
         )
     return (
         f"this machine's clock is {off} {way} that of {len(seen)} peers: set it by NTP "
-        "(`timedatectl set-ntp true`), "
-        "or its records are refused."
+        "(`timedatectl set-ntp true`), or its records are refused."
     )
 
 

@@ -62,8 +62,7 @@ PARTNERLESS: dict[str, tuple[str, str]] = {
     "nobody": (
         "nobody else is here",
         "give others the link (`shoal link` shows a node's, `session.link` that of a loop of "
-        "yours); if they run already, "
-        "`shoal doctor LINK` shows what is in the way",
+        "yours); if they run already, `shoal doctor LINK` shows what is in the way",
     ),
     "model": (
         "all others train another model",
@@ -109,10 +108,9 @@ def _partition(members: Mapping[str, Member]) -> list[str]:
         names += ", …"
     return [
         f"A partition is suspected: {most.missing} of {most.missing_of} members vanished within "
-        f"{most.missing_within_s:.0f} s "
-        f"({names}), says {_and(member.name for member in suspecting)}; training goes on, and they "
-        "come together again by "
-        "themselves."
+        f"{most.missing_within_s:.0f} s ({names}), says "
+        f"{_and(member.name for member in suspecting)}; training goes on, and they come together "
+        "again by themselves."
     ]
 
 
@@ -136,8 +134,7 @@ def partner_remedy(reason: str, speeds: Iterable[float], *, in_seconds: bool) ->
         return PARTNERLESS[reason][1]
     return (
         f"the quickest member is {max(known) / min(known):.1f} times as quick as the slowest: a "
-        "swarm with --round seconds:auto "
-        "would suit them"
+        "swarm with --round seconds:auto would suit them"
     )
 
 
@@ -151,8 +148,8 @@ def _partnerless(members: Mapping[str, Member], in_seconds: bool) -> list[str]:
     speeds = [member.steps_per_s for member in members.values()]
     return [
         f"{_and(name for name, _ in those)} had no partner in {min(rounds for _, rounds in those)} "
-        "rounds or more "
-        f"({PARTNERLESS[reason][0]}); {partner_remedy(reason, speeds, in_seconds=in_seconds)}."
+        f"rounds or more ({PARTNERLESS[reason][0]}); "
+        f"{partner_remedy(reason, speeds, in_seconds=in_seconds)}."
         for reason, those in sorted(of_reason.items())
     ]
 
@@ -160,9 +157,8 @@ def _partnerless(members: Mapping[str, Member], in_seconds: bool) -> list[str]:
 def _erring(members: Mapping[str, Member]) -> list[str]:
     return [
         f"{member.name} met {member.internal_errors:,} error{'s' * (member.internal_errors > 1)} "
-        "of its own, in the code "
-        "of shoal or of its task and not in the network: node.log in its folder has the traceback; "
-        "please report it."
+        "of its own, in the code of shoal or of its task and not in the network: node.log in its "
+        "folder has the traceback; please report it."
         for member in members.values()
         if member.internal_errors
     ]
@@ -171,8 +167,7 @@ def _erring(members: Mapping[str, Member]) -> list[str]:
 def _unreachable(members: Mapping[str, Member]) -> list[str]:
     return [
         f"{member.name} can be dialled by nobody and has no relay, so it exchanges only with those "
-        "that it can dial: "
-        f"{REMEDY['unreachable']}."
+        f"that it can dial: {REMEDY['unreachable']}."
         for member in members.values()
         if member.reach == "unreachable"
     ]
@@ -230,16 +225,15 @@ def _failing(members: Mapping[str, Member]) -> list[str]:
         kinds = sum((accused[peer] for peer in failing), Counter[Failure]())
         return [
             f"{len(failing)} of {len(members)} members fail with each other ({_kinds(kinds)}), so "
-            "none is to blame: look "
-            "after what they share, as the bootstrap node that relays for them."
+            "none is to blame: look after what they share, as the bootstrap node that relays for "
+            "them."
         ]
     for peer in members:
         if peer in failing:
             (kind, _), *_ = accused[peer].most_common(1)
             found.append(
                 f"{members[peer].name} fails: {len(accusers[peer])} of {len(members) - 1} others "
-                "met "
-                f"{_kinds(accused[peer])} with it; {REMEDY[kind]}."
+                f"met {_kinds(accused[peer])} with it; {REMEDY[kind]}."
             )
     for peer, member in members.items():
         found += _own(peer, member, members, failing)
@@ -269,8 +263,7 @@ def _own(peer: str, member: Member, members: Mapping[str, Member], failing: set[
         (kind, _), *_ = of_pair[worst].most_common(1)
         return [
             f"{member.name} and {members[worst].name} fail with each other: {member.name} met "
-            f"{_kinds(of_pair[worst])} "
-            f"in its last {member.exchanges} exchanges; {REMEDY[kind]}."
+            f"{_kinds(of_pair[worst])} in its last {member.exchanges} exchanges; {REMEDY[kind]}."
         ]
     (kind, _), *_ = left.most_common(1)
     return [

@@ -125,10 +125,9 @@ class Membership:
             return ""
         return (
             f"Another node runs with this node's key, {self.identity.peer_id}, at {address}, so "
-            "exchanges with both of them "
-            "fail: stop one of the two, and start it again with a key of its own (--identity FILE; "
-            "where the swarm is by "
-            "invitation, with a new invitation)."
+            "exchanges with both of them fail: stop one of the two, and start it again with a key "
+            "of its own (--identity FILE; where the swarm is by invitation, with a new "
+            "invitation)."
         )
 
     def link(self) -> Link:
@@ -191,8 +190,8 @@ def create(identity: Identity, sealed: bytes, network: NetworkOptions) -> Member
     if manifest.invite_only and manifest.creator != identity.peer_id:
         raise AdmissionError(
             f"The swarm {manifest.name!r} is by invitation only, and this node's key is not its "
-            f"creator's ({manifest.creator}): "
-            "join by a link with an invitation, or begin a new swarm with --resume-from."
+            f"creator's ({manifest.creator}): join by a link with an invitation, or begin a new "
+            "swarm with --resume-from."
         )
     with _started(identity, swarm, network) as host:
         return _membership(identity, host, swarm, sealed, manifest, network)
@@ -215,10 +214,9 @@ def join(
     if sealed is None and entries and all(address.endswith(own) for address in entries):
         raise AdmissionError(
             f"The link leads only to the node of this very key, {identity.peer_id}: if that node "
-            "runs on another machine, start "
-            "this one with a key of its own (--identity FILE); if it has ended, take a link of "
-            "another member (shoal link), or go "
-            "on from its checkpoint (--resume)."
+            "runs on another machine, start this one with a key of its own (--identity FILE); if "
+            "it has ended, take a link of another member (shoal link), or go on from its "
+            "checkpoint (--resume)."
         )
     ticket = _admission(identity, link)
     with _started(

@@ -92,8 +92,8 @@ def _peers_said(found: Mapping[str, Any]) -> str:
         return f"{least:,.0f} to {most:,.0f} peers; the {found['listed']} in view say no more"
     number = f"{found['peers']:,} peer{'' if found['peers'] == 1 else 's'}"
     return (
-        f"About {number} (± {100 * found['error']:.0f} %), estimated from the "
-        f"{found['listed']} in view"
+        f"About {number} (± {100 * found['error']:.0f} %), estimated from the {found['listed']} in "
+        "view"
     )
 
 
@@ -117,8 +117,7 @@ def changes_said(changes: Iterable[Mapping[str, Any]]) -> list[str]:
         settings = {name: one[name] for name in CHANGEABLE if name in one}
         found.append(
             f"Changed by the creator, from round {one['round']} on: {described(settings)} "
-            f"({one['members']} of {one['of']} members "
-            "have the change)."
+            f"({one['members']} of {one['of']} members have the change)."
         )
     return found
 

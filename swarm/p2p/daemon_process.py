@@ -85,8 +85,7 @@ def check_shared_memory() -> None:
     except OSError as error:
         raise StartupError(
             f"The system has no shared memory for a lock (/dev/shm: {error.strerror}): mount "
-            "/dev/shm so that it can be written "
-            "and has some room (docker run --shm-size 64m)."
+            "/dev/shm so that it can be written and has some room (docker run --shm-size 64m)."
         ) from error
 
 
@@ -147,8 +146,7 @@ def run_folder() -> tuple[Path, int]:
     except OSError as error:
         raise StartupError(
             f"cannot create a folder for the daemon's sockets in {base} ({error.strerror}): free "
-            "some space there or set "
-            "TMPDIR to a folder that you can write."
+            "some space there or set TMPDIR to a folder that you can write."
         ) from error
     return folder, lock
 

@@ -137,13 +137,12 @@ class Bootstrapper:
             if self.seeds and not members:
                 raise StartupError(
                     f"the bootstrap node {', '.join(self.seeds)} knows no member of this swarm "
-                    "that can be reached: its last one "
-                    "may have left; start a node that was in it with --resume, or get a new link."
+                    "that can be reached: its last one may have left; start a node that was in it "
+                    "with --resume, or get a new link."
                 )
             raise StartupError(
                 f"{', '.join(members)} answered but does not hold the swarm's records: it may be "
-                "stopping, or of another "
-                "version; get a new link."
+                "stopping, or of another version; get a new link."
             )
         return dht
 
@@ -436,9 +435,8 @@ class DaemonSupervisor:
                 raise
             log.warning(
                 "this node cannot listen on %s as before (another program may have the port), so "
-                "links and invitations with "
-                "that address lead to it no more: give out a new link (shoal link), or free the "
-                "address and start it again",
+                "links and invitations with that address lead to it no more: give out a new link "
+                "(shoal link), or free the address and start it again",
                 ", ".join(self._listen),
             )
             self._listen = self._wanted

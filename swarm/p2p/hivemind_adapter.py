@@ -199,8 +199,7 @@ async def join_dht(
                 else:
                     log.warning(
                         "peer %s cannot connect back to this node: open the port given by --listen "
-                        "in the firewall, or others "
-                        "may be unable to start an exchange with it",
+                        "in the firewall, or others may be unable to start an exchange with it",
                         peer,
                     )
         return node

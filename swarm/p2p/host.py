@@ -282,8 +282,7 @@ class Host:
             if not self._closed:
                 raise NetworkError(
                     f"the network daemon did not take the protocol {protocol} within {SERVE_S:g} "
-                    "s: the machine may be overloaded; "
-                    "try again."
+                    "s: the machine may be overloaded; try again."
                 ) from None
 
     def remember(self, addresses: Iterable[str]) -> None:

@@ -127,8 +127,7 @@ class Stream:
             self.abort()
             raise MessageError(
                 f"peer {short(self.peer_id)} announced a message of {announced} bytes where at "
-                f"most {limit} are "
-                "allowed: it was refused; update shoal here or there."
+                f"most {limit} are allowed: it was refused; update shoal here or there."
             )
         data = await self._reader.readexactly(announced)
         self._announced = None

@@ -146,14 +146,12 @@ def check_model(membership: Membership, model: str, parameters: AveragedParamete
     if not any(outline.names):
         raise ModelDiffersError(
             "This node's model does not fit the swarm: hand in the module as state, for a list of "
-            "parameters has no names, or "
-            "use the swarm's model."
+            "parameters has no names, or use the swarm's model."
         )
     raise ModelDiffersError(
         "This node's model does not fit the swarm: names, shapes or types of its parameters "
-        "differ, and no member told which; use "
-        "the swarm's model, task, options and version, or compare them while a member runs (shoal "
-        "doctor LINK)."
+        "differ, and no member told which; use the swarm's model, task, options and version, or "
+        "compare them while a member runs (shoal doctor LINK)."
     )
 
 

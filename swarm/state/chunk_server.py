@@ -44,7 +44,9 @@ class ChunkServer:
     """Server of the snapshots in ``kept``."""
 
     def __init__(self, host: Host, swarm: str, kept: SnapshotCache) -> None:
-        self._swarm, self._kept, self._places = swarm, kept, StreamPlaces(MAX_SERVED)
+        self._swarm = swarm
+        self._kept = kept
+        self._places = StreamPlaces(MAX_SERVED)
         host.serve(CHUNKS_PROTOCOL, self._answer)
 
     async def _answer(self, stream: Stream) -> None:

@@ -325,8 +325,7 @@ class _Download:
                     self.wrong.add(peer)
                     raise MessageError(
                         f"peer {short(peer)} served a chunk of the weights that does not match its "
-                        "digest: it is not asked "
-                        "again, and the chunk is fetched elsewhere."
+                        "digest: it is not asked again, and the chunk is fetched elsewhere."
                     )
                 if self.plan.got(chunk):
                     self._sink.write(chunk, room)

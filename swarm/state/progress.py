@@ -35,7 +35,8 @@ class FetchProgress:
     def __init__(
         self, grace_s: float = FETCH_S, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._grace_s, self._clock = grace_s, clock
+        self._grace_s = grace_s
+        self._clock = clock
         self._began = clock()
         self._downloading: float | None = None
         self.wanted = self.there = 0
@@ -45,7 +46,8 @@ class FetchProgress:
 
     def begin(self, wanted: int, there: int) -> None:
         """Note that the download of a snapshot begins, or goes on."""
-        self.wanted, self.there = wanted, there
+        self.wanted = wanted
+        self.there = there
         if self._downloading is None:
             self._downloading = self._clock()
 

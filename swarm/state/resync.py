@@ -276,8 +276,7 @@ class Resynchronizer:
         if self._backoff.tries == WARN_AFTER_TRIES:
             log.warning(
                 "rounds go by faster than the swarm's weights can be fetched, so this node's "
-                "weights stay apart from the others': "
-                "a longer round (--every) would help"
+                "weights stay apart from the others': a longer round (--every) would help"
             )
         return False
 

@@ -266,7 +266,8 @@ class StatusReporter:
         self.tally = Tally(
             membership.host.peer_id, membership.swarm, None if folder is None else folder / NAME
         )
-        self._saved, self._saver = clock(), threading.Thread()
+        self._saved = clock()
+        self._saver = threading.Thread()
         self._projected = 0.0
         self._lock = threading.Lock()
         self._now: dict[str, Any] = {

@@ -56,10 +56,8 @@ class SuspectedPartition:
     def __str__(self) -> str:
         return (
             f"a partition is suspected: {len(self.names)} of {self.of} members vanished within "
-            f"{self.within_s:.0f} s "
-            f"({_some(self.names)}); "
-            f"training goes on with {self.of - len(self.names)}, and they come together again by "
-            "themselves"
+            f"{self.within_s:.0f} s ({_some(self.names)}); training goes on with "
+            f"{self.of - len(self.names)}, and they come together again by themselves"
         )
 
     def fields(self) -> dict[str, Any]:
@@ -144,7 +142,8 @@ class PartitionDetector:
             (seen for seen in self._seen.values() if self._confirmed(seen, now)),
             key=lambda seen: seen.heard,
         )
-        first, longest = 0, slice(0)
+        first = 0
+        longest = slice(0)
         for last, seen in enumerate(missing):
             while seen.heard - missing[first].heard > WITHIN:
                 first += 1
@@ -202,10 +201,14 @@ class Diagnosis:
         in_seconds: bool = False,
     ) -> None:
         self._in_seconds = in_seconds
-        self.stats, self._directory, self._me, self._sketch = stats, directory, me, sketch
+        self.stats = stats
+        self._directory = directory
+        self._me = me
+        self._sketch = sketch
         self.absence = PartitionDetector(me)
         self._waits: deque[float] = deque(maxlen=RECENT)
-        self._said, self._news = Repeats(clock), deque[Notice](maxlen=KEPT)
+        self._said = Repeats(clock)
+        self._news = deque[Notice](maxlen=KEPT)
         # exchanges in a row without a partner, not counting those in which the number of members
         # was odd
         self._without = 0
@@ -246,7 +249,8 @@ class Diagnosis:
                         f"rounds have partners again, after {self._without // fragments} without",
                     )
                 )
-            self._without, self._partnerless = 0, None
+            self._without = 0
+            self._partnerless = None
             return ""
         reason, why = self._why(info, model, odd)
         self._missed[reason] += reason not in NOBODY
@@ -273,13 +277,14 @@ class Diagnosis:
         sentence.
         """
         self._own_errors += 1
-        self._without, self._partnerless = 0, None
+        self._without = 0
+        self._partnerless = None
         self._missed["internal"] += 1
         if self._own_errors >= fragments and self._said.due("internal", AGAIN_S):
             said = (
                 "this node trains alone: an error in its own code, and not in the network, ended "
-                "every exchange of its last "
-                f"{_rounds(self._own_errors // fragments)} {self.stats.errors.newest()}"
+                f"every exchange of its last {_rounds(self._own_errors // fragments)} "
+                f"{self.stats.errors.newest()}"
             )
             self._news.append(Notice("internal", said))
 
@@ -293,16 +298,15 @@ class Diagnosis:
         if count := self._missed["internal"]:
             return (
                 "this node trained alone though others were there: an error in its own code, and "
-                "not in the network, ended "
-                f"{count} of {missed} exchanges {self.stats.errors.newest()}"
+                f"not in the network, ended {count} of {missed} exchanges "
+                f"{self.stats.errors.newest()}"
             )
         if missed < SEVERAL * fragments:
             return ""
         (reason, _), *_ = self._missed.most_common(1)
         return (
             f"this node trained alone though others were there: none of {missed} exchanges had a "
-            "partner "
-            f"({PARTNERLESS[reason][0]}); {self._remedy(reason)}"
+            f"partner ({PARTNERLESS[reason][0]}); {self._remedy(reason)}"
         )
 
     def _remedy(self, reason: str) -> str:
@@ -428,7 +432,9 @@ class LagReport:
         rate: Callable[[], float | None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._opt, self._rate, self._said = opt, rate, Repeats(clock)
+        self._opt = opt
+        self._rate = rate
+        self._said = Repeats(clock)
         self.late = 0
         """Exchanges so far that came after their lag."""
         self._waits: deque[float] = deque(maxlen=FULL)
@@ -444,7 +450,8 @@ class LagReport:
         one before, and this node sent ``sent`` bytes of all kinds.
         """
         self.late += info.late
-        now, over = self._said.clock(), self._over
+        now = self._said.clock()
+        over = self._over
         self._over = now, info.step
         if len(info.members) > 1 and wait_s > WAITED_S and over is not None:
             self._rounds.append((sent, now - over[0] - wait_s, info.step - over[1]))
@@ -471,11 +478,9 @@ class LagReport:
         if not sentence and len(self._waits) == FULL:
             sentence = (
                 "Exchanges take this node longer than a round, so training waits for each "
-                f"({sum(self._waits) / FULL:.2g} s "
-                f"recently): longer rounds ({self._longer()}) or a smaller codec (outer.codec) "
-                "would end that, more "
-                "fragments would not; "
-                "`shoal plan` shows which settings fit this link."
+                f"({sum(self._waits) / FULL:.2g} s recently): longer rounds ({self._longer()}) or "
+                "a smaller codec (outer.codec) would end that, more fragments would not; `shoal "
+                "plan` shows which settings fit this link."
             )
         return [Notice("lag", sentence)] if sentence and self._said.due("lag") else []
 
@@ -496,19 +501,16 @@ class LagReport:
             or steps <= 0
         ):
             return ""
-        every, params = (
-            self._opt.schedule.every,
-            sum(math.prod(shape) for shape in self._opt.shapes),
-        )
+        every = self._opt.schedule.every
+        params = sum(math.prod(shape) for shape in self._opt.shapes)
         times = nbytes / seconds / (BUSY * rate)
         rounds = f"rounds of {math.ceil(every * times)} inner steps (outer.every, now {every})"
         if self._longer() != "outer.every":
             rounds = f"rounds {times:.2g} times as long ({self._longer()})"
         return (
             f"This node's link carries {rate / MBIT:.2g} Mbit/s, but these settings send "
-            f"{nbytes / seconds / MBIT:.2g} Mbit/s for "
-            f"the time that it computes, so training waits for the network: {rounds} or a smaller "
-            "codec "
-            f"(outer.codec) would fit; see `shoal plan --params {params} --mbit {rate / MBIT:.2g} "
-            f"--step {seconds / steps:.2g}`."
+            f"{nbytes / seconds / MBIT:.2g} Mbit/s for the time that it computes, so training "
+            f"waits for the network: {rounds} or a smaller codec (outer.codec) would fit; see "
+            f"`shoal plan --params {params} --mbit {rate / MBIT:.2g} --step "
+            f"{seconds / steps:.2g}`."
         )

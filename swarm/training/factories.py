@@ -83,12 +83,10 @@ def make_exchange(
     model: str,
 ) -> PairExchange | GroupExchange:
     """Return the exchange of the swarm's method for its optimizer."""
-    host, identity, swarm, directory = (
-        membership.host,
-        membership.identity,
-        membership.swarm,
-        membership.directory,
-    )
+    host = membership.host
+    identity = membership.identity
+    swarm = membership.swarm
+    directory = membership.directory
 
     def members() -> dict[str, Member]:
         return still_training(directory.members())
@@ -108,7 +106,8 @@ def make_exchange(
         directory.everyone,
     )
     trial = TRIAL_S if outer.check_loss else 0.0
-    timeouts, fragments = ExchangeTimeouts(outer.wait_s, trial=trial), opt.fragments
+    timeouts = ExchangeTimeouts(outer.wait_s, trial=trial)
+    fragments = opt.fragments
     if outer.row.group == "everyone":
         return GroupExchange(
             context,
@@ -181,8 +180,7 @@ def make_outer(
     except OSError as error:
         raise OuterError(
             f"The outer optimizer's state cannot be kept in files in {str(slow_device)!r} "
-            f"({error.strerror}): free some space, "
-            "or choose another folder (--offload)."
+            f"({error.strerror}): free some space, or choose another folder (--offload)."
         ) from error
 
 
@@ -242,7 +240,8 @@ def announced_speeds(membership: Membership) -> list[float]:
     and those of members with which it has exchanged make it, once it has three; before that 256
     times beyond what its own does.
     """
-    members, partner = membership.directory.members(), membership.host.resource_manager.partner
+    members = membership.directory.members()
+    partner = membership.host.resource_manager.partner
     own = [
         member.steps_per_s
         for peer, member in members.items()
@@ -328,19 +327,15 @@ class LossTrial:
         self._model = copy.deepcopy(model, copies).eval()
         self._params = [copies[id(parameter)] for parameter in opt.parameters]
         """The copy's parameters, in the order of the slow weights."""
-        self._task_loss, self._batches, self._opt, self._autocast, self._log = (
-            loss,
-            batches,
-            opt,
-            autocast,
-            log,
-        )
+        self._task_loss = loss
+        self._batches = batches
+        self._opt = opt
+        self._autocast = autocast
+        self._log = log
         self._device = next((parameter.device for parameter in self._params), torch.device("cpu"))
-        self._lock, self._begin, self._stream = (
-            threading.Lock(),
-            current_device(),
-            Beside(self._device),
-        )
+        self._lock = threading.Lock()
+        self._begin = current_device()
+        self._stream = Beside(self._device)
         self._left = self._untried = 0
         """Contributions that count untried from now on, and how many they were after the last
         trial.
@@ -412,8 +407,8 @@ class LossTrial:
         self._left = self._untried = min(2 * self._untried or 1, MOST_UNTRIED)
         self._log(
             f"trying a partner's weights {why}: they count untried, as will the next {self._left} "
-            "(outer.check_loss): give the "
-            "task smaller batches, or make the swarm without check_loss"
+            "(outer.check_loss): give the task smaller batches, or make the swarm without "
+            "check_loss"
         )
 
     def _copy(self, weights: Mapping[int, Tensor]) -> None:
@@ -425,7 +420,8 @@ class LossTrial:
         pseudo-gradients, then buffers.
         """
         count = len(places)
-        first, second = contribution[:count], contribution[count : 2 * count]
+        first = contribution[:count]
+        second = contribution[count : 2 * count]
         if [tensor.shape for tensor in first] == [tensor.shape for tensor in second]:
             return [slow - step for slow, step in zip(first, second, strict=True)]
         return list(first)

@@ -100,17 +100,16 @@ class EndReport:
         if self.refused:
             return (
                 "the last average was not taken, because it is worse than this node's own "
-                f"model{losses}; this node ends with "
-                "its own"
+                f"model{losses}; this node ends with its own"
             )
         if not self.members:
             why = "no other member was at its end in time"
             if self.missing:
                 why = f"no exchange with {_listed(self.missing)} was committed"
             return (
-                f"no last average: {why}, so this node ends with a model of its own; "
-                "`shoal pull LINK --average` makes one of members that still serve, `shoal merge "
-                "--slow` one of checkpoints"
+                f"no last average: {why}, so this node ends with a model of its own; `shoal pull "
+                "LINK --average` makes one of members that still serve, `shoal merge --slow` one "
+                "of checkpoints"
             )
         said = f"one model of {len(self.members)} members ({_listed(self.members)}){losses}"
         if self.missing:
@@ -168,7 +167,8 @@ class LastAverage(Exchange):
         fragments: int,
         model: str,
     ) -> None:
-        self._directory, self._me = membership.directory, membership.identity.peer_id
+        self._directory = membership.directory
+        self._me = membership.identity.peer_id
         self.announce: Callable[[], None] = lambda: None
         """Tells the swarm that this node's last step is done."""
         self.say: Callable[[str], None] = lambda line: None
@@ -183,7 +183,8 @@ class LastAverage(Exchange):
         """Peer -> monotonic time until which it is waited for."""
         self._names: dict[str, str] = {}
         self.report = EndReport()
-        directory, manifest = membership.directory, membership.manifest
+        directory = membership.directory
+        manifest = membership.manifest
         context = PeerContext(
             membership.host,
             membership.identity,
@@ -226,7 +227,8 @@ class LastAverage(Exchange):
         """Note that this node's last step, number ``step``, is done, and say for whom it waits."""
         if self.ended:
             return
-        self._end, self._until = step, time.monotonic() + LONGEST_WAIT_S
+        self._end = step
+        self._until = time.monotonic() + LONGEST_WAIT_S
         self._due.clear()
         self._time.until = self._until
         self.announce()
@@ -235,8 +237,7 @@ class LastAverage(Exchange):
         if others:
             self.say(
                 f"the last step is done: waiting at most {LONGEST_WAIT_S:.0f} s for "
-                f"{_listed(sorted(others.values()))}, to end "
-                "with one model"
+                f"{_listed(sorted(others.values()))}, to end with one model"
             )
 
     def start(self, contribution: Contribution) -> Handle:
@@ -314,7 +315,8 @@ class _RestingHandle(Handle):
     def __init__(
         self, inner: Handle, waiting: Callable[[], AbstractContextManager[object]]
     ) -> None:
-        self._inner, self._waiting = inner, waiting
+        self._inner = inner
+        self._waiting = waiting
 
     def done(self) -> bool:
         return self._inner.done()

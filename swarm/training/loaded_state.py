@@ -56,13 +56,13 @@ def of_later_round(opt: OuterOptimizer, saved: Mapping[str, Any], swarm_round: i
         return LoadedState(dict(saved))
     own = opt.whole_state()
     rank = {"rank": saved["rank"]} if "rank" in saved else {}
-    here, there = opt.round // opt.fragments, saved_round // opt.fragments
+    here = opt.round // opt.fragments
+    there = saved_round // opt.fragments
     if saved_round < swarm_round:
         state = own | {"inner": whole["inner"], "in_flight": []} | rank
         said = (
             f"the swarm is at round {here}, beyond the saved {there}: its weights count, and of "
-            "what is loaded the inner "
-            "optimizer's state"
+            "what is loaded the inner optimizer's state"
         )
         return LoadedState(state, from_swarm=True, listens=opt.listens, said=said)
     place = {name: own[name] for name in PLACE}

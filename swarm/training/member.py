@@ -63,13 +63,12 @@ class OuterSync:
         screen: DistanceScreen,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._opt, self._exchange, self._screen, self._directory = (
-            opt,
-            exchange,
-            screen,
-            membership.directory,
-        )
-        host, me = membership.host, membership.identity.peer_id
+        self._opt = opt
+        self._exchange = exchange
+        self._screen = screen
+        self._directory = membership.directory
+        host = membership.host
+        me = membership.identity.peer_id
         shapes = opt.shapes
         host.resource_manager.meter(
             CHUNKS_PROTOCOL,
@@ -191,7 +190,8 @@ class OuterSync:
 
     def _state(self) -> State:
         opt = self._opt
-        slow, shared = opt.slow, opt.shared
+        slow = opt.slow
+        shared = opt.shared
         applied = [
             min(applied, opt.round) for applied in opt.applied
         ]  # later ones may end after it went back
@@ -267,9 +267,14 @@ class TrainingMember:
         shard: Shard,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._membership, self._opt, self._screen, self._clock = membership, opt, screen, clock
+        self._membership = membership
+        self._opt = opt
+        self._screen = screen
+        self._clock = clock
         screen.newcomers.where = self._range
-        self._name, self._model, self.shard = name, model, shard
+        self._name = name
+        self._model = model
+        self.shard = shard
         self.exchange = exchange
         self.lag_report = LagReport(opt, membership.host.traffic.rate, clock)
         self.ended = False
@@ -353,7 +358,8 @@ class TrainingMember:
     def start_counting(self) -> None:
         """Leave the bytes sent and received up to now out of the first round."""
         traffic = self._membership.host.traffic
-        self._sent, self._received = traffic.sent, traffic.received
+        self._sent = traffic.sent
+        self._received = traffic.received
 
     def on_round(self, info: RoundInfo, wait_s: float | None = None) -> RoundReport:
         """Follow a round that is over: the optimizer's ``on_round``.
@@ -362,7 +368,8 @@ class TrainingMember:
         """
         self.sync.on_round(info)
         self._screen.newcomers.see(self._membership.directory.members())
-        traffic, waited = self._membership.host.traffic, self.exchange.waited
+        traffic = self._membership.host.traffic
+        waited = self.exchange.waited
         wait_s = waited - self._waited if wait_s is None else wait_s
         diagnosis, rejections = self.sync.diagnosis, self._screen.rejections()
         # By its key: of several fragments in flight one may begin before another is over.
@@ -377,7 +384,9 @@ class TrainingMember:
             why,
             diagnosis.own_error(info),
         )
-        self._sent, self._received, self._waited = traffic.sent, traffic.received, waited
+        self._sent = traffic.sent
+        self._received = traffic.received
+        self._waited = waited
         diagnosis.waited(wait_s)
         diagnosis.rejected(rejections)
         self.lag_report.on_round(info, wait_s, report.sent)

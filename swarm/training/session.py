@@ -100,14 +100,13 @@ class Session:
         ranks: Ranks | None = None,
         channel: Channel | None = None,
     ) -> None:
-        self._membership, self._first = membership, first
+        self._membership = membership
+        self._first = first
         self._name = name or default_name(membership.identity.peer_id)
         everyone = membership.directory.members()
-        of, peer, seed = (
-            membership.manifest.shards,
-            membership.identity.peer_id,
-            membership.manifest.train.seed,
-        )
+        of = membership.manifest.shards
+        peer = membership.identity.peer_id
+        seed = membership.manifest.train.seed
         shard = Shard(least_used(everyone, of, peer), of, seed)
         manifest = membership.manifest
         params = fitting(params, manifest.model)
@@ -135,13 +134,11 @@ class Session:
         ranks: Ranks | None,
         channel: Channel | None,
     ) -> None:
-        self._swarm, self._params, self._model, self._ranks, self._channel = (
-            swarm,
-            params,
-            model,
-            ranks,
-            channel,
-        )
+        self._swarm = swarm
+        self._params = params
+        self._model = model
+        self._ranks = ranks
+        self._channel = channel
         if fragment_of and len(fragment_of) != len(params):
             raise SessionError(
                 f"The swarm's manifest divides {len(fragment_of)} parameters into fragments, not "
@@ -180,11 +177,15 @@ class Session:
         self._began_at = 0  # the swarm's round, when this node took over its weights
         self._loads: LoadedState | None = None  # while a saved state is being loaded
         self._loss: float | None = None
-        self._speed, self._announced, self._round = StepRate(), 0.0, -1
-        self._since, self._waited = 0, 0.0
+        self._speed = StepRate()
+        self._announced = 0.0
+        self._round = -1
+        self._since = 0
+        self._waited = 0.0
         self.rates = Rates()
         """Recent speed, without what was spent waiting for others."""
-        self._tokens, self._tokens_speed = 0, StepRate()
+        self._tokens = 0
+        self._tokens_speed = StepRate()
         self._finished = self._closed = False
         self._watch = StepWatch()
         self._last: LastAverage | None = None
@@ -352,30 +353,27 @@ class Session:
         if self._opt is not None:
             raise SessionError(
                 "This session has its optimizer already: train on with that one, hand several "
-                "inner optimizers in together "
-                "(NoLoCo([muon, adamw], ...)), or begin another session for another model."
+                "inner optimizers in together (NoLoCo([muon, adamw], ...)), or begin another "
+                "session for another model."
             )
         lacking, more = self._params.compared(parameters)
         if len(lacking) == len(self._params):
             raise SessionError(
                 "None of the optimizer's parameters is in the session's state: make it of the "
-                "model that is handed in as state, "
-                "both after the model is moved, cast or wrapped."
+                "model that is handed in as state, both after the model is moved, cast or wrapped."
             )
         if lacking:
             raise SessionError(
                 f"The optimizer trains {len(self._params) - len(lacking)} of the "
-                f"{len(self._params)} parameters of the session's "
-                f"state, and not {lacking[0]}: hand in as state what it trains, or let it train "
-                "the rest too (in several "
+                f"{len(self._params)} parameters of the session's state, and not {lacking[0]}: "
+                "hand in as state what it trains, or let it train the rest too (in several "
                 "optimizers, as a list)."
             )
         if more:
             raise SessionError(
                 f"The optimizer trains {len(more)} parameters that are not in the session's state, "
-                "such as one of shape "
-                f"{tuple(more[0].shape)}: hand in the whole model as state, or exclude them "
-                "(exclude=[...])."
+                f"such as one of shape {tuple(more[0].shape)}: hand in the whole model as state, "
+                "or exclude them (exclude=[...])."
             )
         return self._params
 
@@ -385,7 +383,8 @@ class Session:
         """
         check = partial(self._check, opt)
         check() if self._ranks is None else self._ranks.alike(check)
-        opt.run, self._opt = self._swarm, opt
+        opt.run = self._swarm
+        self._opt = opt
         if self._channel is not None:
             self._opt = cast(OuterOptimizer, LeadOptimizer(opt, self._channel))
         self._on_round, opt.on_round = opt.on_round, self._after_round
@@ -406,15 +405,15 @@ class Session:
         if opt._weights.dealt != (self._ranks is not None):
             raise SessionError(
                 "The session and its optimizer must have the same ranks: hand in ranks= where the "
-                "session is made, and to the "
-                "optimizer too, or make that by s.optimizer(inner)."
+                "session is made, and to the optimizer too, or make that by s.optimizer(inner)."
             )
         check_alike(self.settings, opt, self._expected())
 
     def _become_member(self) -> None:
         assert self._exchange is not None  # it is what called
         assert self._opt is not None
-        membership, opt = self._membership, self._opt
+        membership = self._membership
+        opt = self._opt
         self._member = member = TrainingMember(
             membership,
             opt,
@@ -473,7 +472,8 @@ class Session:
     def _measure(self, member: TrainingMember) -> None:
         opt = self._opt
         assert opt is not None
-        now, waited = time.monotonic(), member.exchange.waited
+        now = time.monotonic()
+        waited = member.exchange.waited
         if opt.steps > self._since:
             busy = now - self._announced - (waited - self._waited)
             steps, tokens, self._tokens = (
@@ -482,7 +482,10 @@ class Session:
                 opt.tokens,
             )
             self.rates = Rates(self._speed.add(steps, busy), self._tokens_speed.add(tokens, busy))
-        self._announced, self._round, self._since, self._waited = now, opt.round, opt.steps, waited
+        self._announced = now
+        self._round = opt.round
+        self._since = opt.steps
+        self._waited = waited
 
     def report(self, loss: float) -> None:
         """Set this node's training loss, nats, that others see; one that is not finite is not
@@ -531,7 +534,9 @@ class Session:
         if self._closed or self._finished:
             return state
         opt: OuterOptimizer = optimizer
-        began_at, round, steps = self._began_at, opt.round, opt.steps
+        began_at = self._began_at
+        round = opt.round
+        steps = opt.steps
         if self._ranks is not None:  # rank 0 alone is in the network
             began_at, round, steps = self._ranks.agreed((began_at, round, steps))
         swarm_round = round if steps > 0 else began_at
@@ -559,7 +564,8 @@ class Session:
         code by place (`InternalErrors.report`), and what others have ``confirmed`` of its work
         (`shoal.swarm.topics.tally.Tally.report`).
         """
-        membership, directory = self._membership, self._membership.directory
+        membership = self._membership
+        directory = self._membership.directory
         found = overview(
             membership.swarm,
             membership.manifest,

@@ -71,8 +71,7 @@ def parameters_of(state: nn.Module | Iterable[Tensor]) -> AveragedParameters:
     if not params or not all(isinstance(p, Tensor) for p in params):
         raise SessionError(
             "The state must be a module or a list of floating-point parameters, some of which "
-            "require a gradient: hand in the "
-            "model that is trained, and not "
+            "require a gradient: hand in the model that is trained, and not "
             f"{'nothing' if several and not given else 'this ' + type(state).__name__}."
         )
     model = state if isinstance(state, nn.Module) else None
@@ -93,8 +92,7 @@ def whole_parameters(state: nn.Module | Iterable[Tensor]) -> AveragedParameters:
     if any(hasattr(param, "device_mesh") for param in params):
         raise SessionError(
             "The parameters are cut into shards (FSDP2), so this process is a rank of a peer: hand "
-            "in ranks=shoal.Ranks() on all "
-            "of its ranks."
+            "in ranks=shoal.Ranks() on all of its ranks."
         )
     return params
 
@@ -250,7 +248,8 @@ def until_started(
     """Yield how many peers are missing, every ``look_s`` seconds, until they are there or others
     train already, or ``stopped``.
     """
-    directory, wanted = membership.directory, membership.manifest.start_when
+    directory = membership.directory
+    wanted = membership.manifest.start_when
     while opt.round == 0 and not stopped() and not directory.wait_for(wanted, look_s, stopped):
         if any(
             member.state == "training" and member.round > 0
@@ -298,11 +297,9 @@ class _Company:
     """The other members that a node which joined needs to begin with."""
 
     def __init__(self, membership: Membership) -> None:
-        self._directory, self._me, self._seen = (
-            membership.directory,
-            membership.identity.peer_id,
-            time.monotonic(),
-        )
+        self._directory = membership.directory
+        self._me = membership.identity.peer_id
+        self._seen = time.monotonic()
 
     def check(self) -> None:
         """Raise SessionError if there has been no other member in view for ``ALONE_S`` seconds."""
@@ -328,8 +325,10 @@ def _weights(
 ) -> State:
     """Fetch the weights that the swarm holds now, or begins with."""
     directory = membership.directory
-    began, company = time.monotonic(), _Company(membership)
-    reminder, end = began + REMIND_S, began + PATIENCE_S
+    began = time.monotonic()
+    company = _Company(membership)
+    reminder = began + REMIND_S
+    end = began + PATIENCE_S
     # A swarm of `shoal up` hands out nothing before it has begun, and may wait for this very node,
     # so announce it soon. A swarm of own loops does hand out its weights; announced with them, this
     # node is ready for the first round.
@@ -360,8 +359,11 @@ def _weights(
 def _wait_for_start(
     membership: Membership, opt: OuterOptimizer, member: TrainingMember, *, first: bool
 ) -> None:
-    wanted, began, company = membership.manifest.start_when, time.monotonic(), _Company(membership)
-    reminder, end = began + REMIND_S, began + PATIENCE_S
+    wanted = membership.manifest.start_when
+    began = time.monotonic()
+    company = _Company(membership)
+    reminder = began + REMIND_S
+    end = began + PATIENCE_S
     for missing in until_started(membership, opt, LOOK_S):
         if not first:
             company.check()
@@ -390,8 +392,11 @@ class SessionExchange(Exchange):
         fragments: Sequence[Sequence[Tensor]] = (),
         codec: Codec = FLOAT32,
     ) -> None:
-        self.inner, self._attached, self._ordered = inner, attached, ordered
-        self.fragments, self.codec = fragments, codec
+        self.inner = inner
+        self._attached = attached
+        self._ordered = ordered
+        self.fragments = fragments
+        self.codec = codec
         self._closed = False
 
     def attach(self, optimizer: OuterOptimizer) -> None:
@@ -478,6 +483,6 @@ def check_alike(settings: OuterSettings, opt: OuterOptimizer, expected: OuterOpt
         knobs = ", ".join(f"{name}={value}" for name, value in settings.knobs().items())
         raise SessionError(
             f"The optimizer does not average as the swarm does: {unlike}; the swarm has "
-            f"{settings.method} with {knobs}, "
-            f"codec {settings.codec}, so make it so, or by s.optimizer(inner)."
+            f"{settings.method} with {knobs}, codec {settings.codec}, so make it so, or by "
+            "s.optimizer(inner)."
         )

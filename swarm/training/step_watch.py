@@ -49,8 +49,7 @@ class StepWatch:
         if late and any(INITIAL_RATE in group for group in groups):
             log.warning(
                 "this node joined a swarm that has some %d steps behind it, and its learning-rate "
-                "schedule begins at 0: call "
-                "session.follow(schedule, steps) before the first step",
+                "schedule begins at 0: call session.follow(schedule, steps) before the first step",
                 late,
             )
 
@@ -71,8 +70,7 @@ def follow(schedule: LRScheduler, progress: int, steps: int) -> int:
     if not goes_by_steps(schedule):
         raise SessionError(
             "A schedule that follows the swarm is one by steps, such as LambdaLR, and not "
-            f"{type(schedule).__name__}: choose "
-            "another, or set its rate yourself."
+            f"{type(schedule).__name__}: choose another, or set its rate yourself."
         )
     goal = min(progress, steps)
     with warnings.catch_warnings():
@@ -96,8 +94,7 @@ def outlive_main() -> None:
     if not threading.main_thread().is_alive():
         raise SessionError(
             "The main thread has ended, and with it the thread pools that a session needs: let it "
-            "wait for this thread, by "
-            "thread.join()."
+            "wait for this thread, by thread.join()."
         )
     _awaited.add(thread)
     register = getattr(threading, "_register_atexit", None)  # what the thread pools themselves use

@@ -254,8 +254,7 @@ def test_ctrl_c_saves_and_the_node_resumes(shoal, eventually):
     assert (result["steps"], result["swarm"]) == (first["steps"] + 7, first["swarm"])
     assert (
         f"rounds, 0 of {result['tried']} exchanges with others: held-out loss "
-        f"{result['loss_last']:.4f}, "
-        f"{result['loss_first']:.4f} at first" in resumed.said()
+        f"{result['loss_last']:.4f}, {result['loss_first']:.4f} at first" in resumed.said()
     )
     assert result["loss_first"] < first["loss_first"]
 

@@ -211,9 +211,8 @@ def test_an_object_that_cannot_be_looked_into_is_named_once(caplog):
             assert to_device(batch, META)["x"] is batch["x"]
     assert [record.getMessage() for record in caplog.records] == [
         "A batch holds an object of type Opaque, which Shoal cannot look into: its tensors are "
-        "neither counted nor moved, so yield "
-        "a dict, a list or a dataclass of tensors, or give it a to(device) and the task a "
-        "tokens(batch)."
+        "neither counted nor moved, so yield a dict, a list or a dataclass of tensors, or give it "
+        "a to(device) and the task a tokens(batch)."
     ]
     assert elements(["text", b"", 3, None, 2.5]) == 1
     assert len(caplog.records) == 1
@@ -292,9 +291,8 @@ def test_graphs_of_a_library_are_not_cut_between_their_vertices():
         batch_parts.cut_batch((Graphs(), 1), 2)
     assert str(error.value) == (
         "The batch holds an object of type Graphs with tensors of other lengths than 8, such as a "
-        "graph's edges, and cannot be "
-        "cut into 2 parts: leave train.accumulate at 1, on one device, or yield dicts of tensors "
-        "with a row for each example."
+        "graph's edges, and cannot be cut into 2 parts: leave train.accumulate at 1, on one "
+        "device, or yield dicts of tensors with a row for each example."
     )
     halves = batch_parts.cut_batch({"x": torch.zeros(8, 3), "mask": torch.ones(3)}, 2)
     assert [(half["x"].shape[0], half["mask"].shape[0]) for half in halves] == [(4, 3), (4, 3)]

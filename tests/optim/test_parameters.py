@@ -176,8 +176,8 @@ def test_unfrozen_layer_outside_the_optimizer_is_seen():
         train(model, opt, 1, first=2)
     assert str(error.value) == (
         "the parameter 'query.weight', frozen at first, is trained now, and would never be "
-        "averaged: on all peers, finish() and "
-        "make a new outer optimizer after unfreezing or adding it, or freeze it again"
+        "averaged: on all peers, finish() and make a new outer optimizer after unfreezing or "
+        "adding it, or freeze it again"
     )
 
 

@@ -153,8 +153,7 @@ def file_decoders():
     return [
         one(
             "state of a checkpoint",
-            "node/checkpoint/store.py:_read "
-            "node/checkpoint/packing.py:_unpack_array "
+            "node/checkpoint/store.py:_read node/checkpoint/packing.py:_unpack_array "
             "node/checkpoint/packing.py:_unpack_bytes node/runtime/resume.py:_read",
             read_state,
             lambda: checkpoint()[1],

@@ -46,8 +46,7 @@ def test_each_kind_is_said_once_with_where_its_traceback_is():
         caught(errors)
     assert errors.news() == [
         "an error in this node's own code, and not in the network, was caught in gossip "
-        "(RuntimeError: planted); its traceback is "
-        "in runs/anna/node.log: please report it"
+        "(RuntimeError: planted); its traceback is in runs/anna/node.log: please report it"
     ]
     assert errors.news() == []
 

@@ -13,6 +13,6 @@ def test_most_frequent_refusal_comes_first():
     """The most frequent comes first and an unknown one is shown as it is."""
     counts = {"early": 1, "no_spread": 974, "strange": 2}
     assert listed(counts) == (
-        "974 with equal rewards, which teach nothing (no_spread), 2 strange, "
-        "1 of peers that had not joined yet (early)"
+        "974 with equal rewards, which teach nothing (no_spread), 2 strange, 1 of peers that had "
+        "not joined yet (early)"
     )

@@ -69,7 +69,8 @@ def margins(drawn: Drawn) -> Tensor:
     Raises ``ValueError`` if the parts of ``drawn`` do not fit together or a row of logits allows no
     token.
     """
-    tokens, logits = drawn.tokens, drawn.logits
+    tokens = drawn.tokens
+    logits = drawn.logits
     if (
         logits.dim() != 2
         or tokens.shape != logits.shape[:1]

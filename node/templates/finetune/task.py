@@ -34,7 +34,10 @@ class Finetune(Task):
         batch: int = 8,
         lr: float = 0.0,
     ) -> None:
-        self.base, self.lora, self.context, self.batch = base, lora, context, batch
+        self.base = base
+        self.lora = lora
+        self.context = context
+        self.batch = batch
         self.lr = lr or (
             1e-4 if base and not lora else 1e-3
         )  # a model that was trained before forgets at more
@@ -103,10 +106,8 @@ class Finetune(Task):
 
         They depend on the shard only, so that a resumed run goes on where it was.
         """
-        tokens, generator = (
-            self.tokens_of(shard),
-            torch.Generator().manual_seed(1000 * shard.seed + shard.index),
-        )
+        tokens = self.tokens_of(shard)
+        generator = torch.Generator().manual_seed(1000 * shard.seed + shard.index)
         while True:
             yield self.draw(tokens, self.batch, generator)
 

@@ -55,13 +55,11 @@ class Pretrain(Task):
         batch: int = 8,
         lr: float = 2e-3,
     ) -> None:
-        self.width, self.layers, self.context, self.batch, self.lr = (
-            width,
-            layers,
-            context,
-            batch,
-            lr,
-        )
+        self.width = width
+        self.layers = layers
+        self.context = context
+        self.batch = batch
+        self.lr = lr
         self.data = data
 
     @cached_property
@@ -99,10 +97,8 @@ class Pretrain(Task):
 
         They depend on the shard only, so that a resumed run goes on where it was.
         """
-        text, generator = (
-            self.text(shard),
-            torch.Generator().manual_seed(1000 * shard.seed + shard.index),
-        )
+        text = self.text(shard)
+        generator = torch.Generator().manual_seed(1000 * shard.seed + shard.index)
         while True:
             yield self.draw(text, self.batch, generator)
 

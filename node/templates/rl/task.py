@@ -21,7 +21,8 @@ class Reverse:
     """
 
     def __init__(self, length: int = 3, letters: int = 6) -> None:
-        self.length, self.letters = length, "abcdefghijklmnopqrstuvwxyz"[:letters]
+        self.length = length
+        self.letters = "abcdefghijklmnopqrstuvwxyz"[:letters]
 
     def question(self, seed: int, index: int) -> Question:
         """Return the question.

@@ -129,12 +129,10 @@ def test_undescribed_class_ends_the_run_at_once(tmp_path):
         saver.turn(1)
     assert str(caught.value) == (
         "Cannot save a checkpoint: the optimizer keeps a Opaque, a class that does not say what it "
-        "consists of "
-        "(__tensor_flatten__) (torch.float32 of shape (1, 4)) at "
+        "consists of (__tensor_flatten__) (torch.float32 of shape (1, 4)) at "
         "['optimizer']['inner']['state'][0]['momentum'], and a checkpoint holds numbers, texts, "
-        "bytes, tensors, arrays of "
-        "numbers, and dicts, lists, tuples, sets and deques of these: keep one of them in its "
-        "place."
+        "bytes, tensors, arrays of numbers, and dicts, lists, tuples, sets and deques of these: "
+        "keep one of them in its place."
     )
 
 
@@ -285,8 +283,7 @@ def test_changing_model_form_ends_the_run(tmp_path):
         writer(tmp_path, made).turn(1)
     assert str(caught.value) == (
         "No run could go on from a checkpoint: the model's '0.weight' is of another form after the "
-        "first step than when the "
-        "task made it: make it so in model()."
+        "first step than when the task made it: make it so in model()."
     )
 
 
@@ -317,8 +314,7 @@ def test_an_export_names_the_tensor_that_safetensors_cannot_hold(tmp_path):
         export_model(nn.Sequential(Frozen()), {}, tmp_path, tmp_path / "aside")
     assert str(caught.value) == (
         "Cannot write the weights: '0.weight' is what a file of safetensors cannot hold (Parameter "
-        "of 2 tensors): give the "
-        "model save_pretrained()."
+        "of 2 tensors): give the model save_pretrained()."
     ).replace("Parameter", type(Frozen().weight).__name__)
 
 

@@ -286,8 +286,7 @@ def test_too_small_disk_is_said_at_the_first_step(tmp_path, monkeypatch):
     run.train()
     assert run.said == [
         f"The folder {str(tmp_path)!r} has room for 0.0021 GB, and two checkpoints take 0.0021 GB: "
-        "free some space or choose "
-        "another folder, or checkpoints will be missing."
+        "free some space or choose another folder, or checkpoints will be missing."
     ]
     roomy = Training(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=free - 1000))

@@ -45,9 +45,8 @@ def test_the_newest_run_is_told_of_late_and_in_all(folder):
     }
     assert refusals_said(found) == (
         "This node refused, in the last 10 minutes: 4 that had come before (replayed), 2 over the "
-        "rate limit (rate); "
-        "since it started: 12 over the rate limit (rate), 4 that had come before (replayed), "
-        "1 with a false signature or sender (forged)."
+        "rate limit (rate); since it started: 12 over the rate limit (rate), 4 that had come "
+        "before (replayed), 1 with a false signature or sender (forged)."
     )
     later = read_refusals(folder / "metrics.jsonl", NOW + RECENT_S)
     assert later["recent"] == {}

@@ -173,8 +173,8 @@ def test_joiner_cannot_set_what_the_swarm_fixes():
         load(None, {"train.lr": 1e-3}, joins=True)
     assert str(error.value) == (
         "The swarm fixes the settings of 'train' for all its members, and this node was given "
-        "train.lr: leave that out; "
-        "the creator can change train.lr and train.steps for all (`shoal change`)."
+        "train.lr: leave that out; the creator can change train.lr and train.steps for all (`shoal "
+        "change`)."
     )
     with pytest.raises(ConfigError, match="do not go together"):
         load(None, {"train.lr": 1e-3})
@@ -207,8 +207,7 @@ def test_missing_home_makes_no_tilde_folder(homeless, monkeypatch):
         _ = load().node.identity_path
     assert str(caught.value) == (
         "This node's key is kept in the home folder, which is not known (HOME is not set, and this "
-        "user has no entry in the "
-        "system): pass --identity FILE, or set HOME."
+        "user has no entry in the system): pass --identity FILE, or set HOME."
     )
     assert load(None, {"node.identity": "/keys/one"}).node.identity_path == Path("/keys/one")
     monkeypatch.setenv("XDG_CONFIG_HOME", "/cfg")
@@ -221,8 +220,7 @@ def test_a_path_in_an_unknown_home_is_refused(homeless, key):
         load(None, {key: "~/runs"})
     assert str(caught.value) == (
         "The home folder that '~/runs' begins with is not known (HOME is not set, and this user "
-        "has no entry in the system): "
-        "set HOME, or write the whole path."
+        "has no entry in the system): set HOME, or write the whole path."
     )
 
 

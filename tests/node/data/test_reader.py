@@ -354,8 +354,7 @@ def test_what_is_no_record_is_skipped_counted_and_told_once(tmp_path, caplog):
     (record,) = caplog.records
     assert record.getMessage() == (
         "Line 2 of 'a.jsonl' is no JSON object with a text in the field 'text', so it is skipped, "
-        "and others like it will be "
-        "without a word."
+        "and others like it will be without a word."
     )
 
 

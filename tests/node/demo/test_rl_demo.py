@@ -66,7 +66,6 @@ def test_errors_in_the_nodes_own_code_are_said():
         [ended("peer-0", failed=2, internal_errors=error), ended("peer-1")], 9.0, foreign=True
     )
     assert (
-        "2 errors in the nodes' own code, and not in the network, ended 2 exchanges "
-        "(TypeError: planted): run again with --keep FOLDER, whose node.log files have the "
-        "tracebacks"
+        "2 errors in the nodes' own code, and not in the network, ended 2 exchanges (TypeError: "
+        "planted): run again with --keep FOLDER, whose node.log files have the tracebacks"
     ) in summary(found)

@@ -164,8 +164,7 @@ def test_muon_and_adamw_parameters_are_counted(with_muon):
     named, _ = examined(with_muon.link(), parameters=True)
     assert named["muon"].said == (
         "blocks.0.attention.qkv.weight (768), blocks.0.attention.out.weight (256), "
-        "blocks.0.up.weight (1,024), "
-        "blocks.0.down.weight (1,024)"
+        "blocks.0.up.weight (1,024), blocks.0.down.weight (1,024)"
     )
     assert named["adamw"].said.startswith("bytes.weight (4,096), positions.weight (")
 
@@ -248,8 +247,8 @@ def test_bucketed_swarm_figures_are_estimates():
     members = {str(number): SimpleNamespace(**known) for number in range(48)}
     assert checks.in_view(members, 48) == ", 48 peers in view"
     estimated = (
-        ": about 1,536 peers (± 14 %), estimated from the 48 in view: 15,360 tokens a "
-        "second in all, median loss 2.0000"
+        ": about 1,536 peers (± 14 %), estimated from the 48 in view: 15,360 tokens a second in "
+        "all, median loss 2.0000"
     )
     assert checks.in_view(members, 1536) == estimated
 

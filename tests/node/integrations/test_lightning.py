@@ -236,23 +236,20 @@ class OtherOptimizer(Regression):
         (
             lambda module: torch.optim.LBFGS(module.parameters()),
             "This inner optimizer cannot be used: LBFGS compares gradients at weights between "
-            "which a round may have moved the "
-            "model, in steps that need a closure: use an inner optimizer whose state holds "
-            "gradients only, such as AdamW.",
+            "which a round may have moved the model, in steps that need a closure: use an inner "
+            "optimizer whose state holds gradients only, such as AdamW.",
         ),
         (
             lambda module: GoesBack(module.parameters(), lr=0.1),
             "This inner optimizer cannot be used: GoesBack remembers earlier weights, to which it "
-            "would go back after a round has "
-            "moved the model (of a move 50% was left after 56 steps): use an inner optimizer whose "
-            "state holds gradients only, "
-            "such as AdamW.",
+            "would go back after a round has moved the model (of a move 50% was left after 56 "
+            "steps): use an inner optimizer whose state holds gradients only, such as AdamW.",
         ),
         (
             lambda module: torch.optim.AdamW([module.net.weight]),
             "The optimizer trains 1 of the 2 parameters of the session's state, and not 'bias': "
-            "hand in as state what it "
-            "trains, or let it train the rest too (in several optimizers, as a list).",
+            "hand in as state what it trains, or let it train the rest too (in several optimizers, "
+            "as a list).",
         ),
     ],
     ids=["closure", "back", "part"],

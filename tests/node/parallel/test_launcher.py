@@ -257,8 +257,7 @@ def test_tensors_that_ranks_cannot_share_are_named():
         ranks.check_one_form("inner optimizer", [plain, Coded.of(torch.ones(2))])
     assert str(caught.value) == (
         "The inner optimizer keeps tensors of the class Coded, which the ranks of one node cannot "
-        "share: leave --gpus out, or use "
-        "another."
+        "share: leave --gpus out, or use another."
     )
 
 

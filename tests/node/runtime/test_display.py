@@ -125,8 +125,7 @@ def test_full_disk_is_reported_once(tmp_path, monkeypatch):
     metrics.close()
     assert messages == [
         f"Cannot write the metrics {str(path)!r} (No space left on device): free some space or "
-        "choose another folder; "
-        "training goes on without them.",
+        "choose another folder; training goes on without them.",
         "Metrics can be written again.",
     ]
     lines = path.read_text().splitlines()

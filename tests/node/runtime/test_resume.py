@@ -209,9 +209,8 @@ def test_foreign_settings_are_refused_with_a_remedy(identity):
         check_same_outer(OuterSettings(method="noloco"), old)
     assert str(caught.value) == (
         "The swarm of the checkpoint has outer.method=diloco, and a swarm's settings are fixed: "
-        "leave method out, or pass "
-        "--resume-from runs/a in place of --resume to begin a new swarm from it with "
-        "outer.method=noloco."
+        "leave method out, or pass --resume-from runs/a in place of --resume to begin a new swarm "
+        "from it with outer.method=noloco."
     )
 
 

@@ -225,8 +225,7 @@ class Explodes(Noisy):
         (
             Explodes,
             "The training loss became nan by step 4: lower the task's learning rate, or have "
-            "loss() return 0 for a batch in "
-            "which every label is masked, whose mean is nan.",
+            "loss() return 0 for a batch in which every label is masked, whose mean is nan.",
         ),
     ],
 )

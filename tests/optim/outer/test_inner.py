@@ -174,8 +174,8 @@ def test_invalid_combinations_are_refused():
 def test_an_inner_optimizer_that_remembers_earlier_weights_is_refused(form):
     sentence = (
         "GoesBack remembers earlier weights, to which it would go back after a round has moved the "
-        "model (of a move 50% was left "
-        "after 56 steps): use an inner optimizer whose state holds gradients only, such as AdamW"
+        "model (of a move 50% was left after 56 steps): use an inner optimizer whose state holds "
+        "gradients only, such as AdamW"
     )
     with pytest.raises(ValueError, match=f"^{re.escape(sentence)}$"):
         NoLoCo(form(GoesBack(model().parameters(), lr=0.1)), Alone(), lag=0)
@@ -184,8 +184,8 @@ def test_an_inner_optimizer_that_remembers_earlier_weights_is_refused(form):
 def test_an_inner_optimizer_that_needs_a_closure_is_refused():
     sentence = (
         "LBFGS compares gradients at weights between which a round may have moved the model, in "
-        "steps that need a closure: use "
-        "an inner optimizer whose state holds gradients only, such as AdamW"
+        "steps that need a closure: use an inner optimizer whose state holds gradients only, such "
+        "as AdamW"
     )
     with pytest.raises(ValueError, match=f"^{re.escape(sentence)}$"):
         NoLoCo(torch.optim.LBFGS(model().parameters(), lr=0.1), Alone(), lag=0)

@@ -288,8 +288,7 @@ def test_one_that_cannot_be_tried_is_said_once_and_accepted(caplog):
     (record,) = caplog.records
     assert record.getMessage() == (
         "whether NeedsItsModel remembers earlier weights could not be tried, for a small copy of "
-        "it takes no step: if its state "
-        "holds weights, a round's move is lost"
+        "it takes no step: if its state holds weights, a round's move is lost"
     )
 
 

@@ -366,8 +366,7 @@ def test_flattened_state_is_refused_on_save(read):
         read(net, opt, options=options)
     assert str(raised.value) == (
         "a state of flatten_optimizer_state_dict=True loses the slow weights, outer momentum and "
-        "round when it is loaded: leave "
-        "that option out, here and where it is loaded"
+        "round when it is loaded: leave that option out, here and where it is loaded"
     )
 
 

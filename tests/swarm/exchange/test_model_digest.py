@@ -61,15 +61,13 @@ def test_equal_shapes_in_another_order_are_another_model():
             attention("q"),
             list(attention("q").parameters()),
             "the parameters have names here and none there, where a list of them is averaged in "
-            "place of "
-            "a module",
+            "place of a module",
         ),
         (
             list(attention("q").parameters()),
             attention("q"),
             "the parameters have names there and none here, where a list of them is averaged in "
-            "place of "
-            "a module",
+            "place of a module",
         ),
         (
             list(attention("q").parameters()),
@@ -95,8 +93,8 @@ def test_a_newcomer_is_told_which_parameter_is_called_what():
         query.check("12D3KooW", header)
     assert str(error.value) == (
         "This node's model does not fit the swarm: parameter 0 is 'q.weight' here and 'k.weight' "
-        "there, the same names in another "
-        "order (in the swarm); use the swarm's model, task and options."
+        "there, the same names in another order (in the swarm); use the swarm's model, task and "
+        "options."
     )
 
 

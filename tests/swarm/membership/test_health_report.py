@@ -76,8 +76,7 @@ def test_errors_of_a_members_own_code_are_told_as_such():
     (said,) = health_report(swarm(*ALL, anna={"internal_errors": 1200}), NOW)
     assert said == (
         "anna met 1,200 errors of its own, in the code of shoal or of its task and not in the "
-        "network: node.log in its folder has "
-        "the traceback; please report it."
+        "network: node.log in its folder has the traceback; please report it."
     )
 
 
@@ -194,8 +193,7 @@ def test_partition_is_told_by_those_who_suspect_it():
     (said,) = health_report(swarm(*ALL, anna=lost, carl=lost), NOW)
     assert said == (
         "A partition is suspected: 5 of 8 members vanished within 3 s (emil, fred, gina, hans, …), "
-        "says anna and carl; training "
-        "goes on, and they come together again by themselves."
+        "says anna and carl; training goes on, and they come together again by themselves."
     )
 
 

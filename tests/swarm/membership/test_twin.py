@@ -57,9 +57,8 @@ def said_of(directory):
 
 SAID = (
     f"Another node runs with this node's key, {ME.peer_id}, at {WHERE}, so exchanges with both of "
-    "them fail: stop one of the "
-    "two, and start it again with a key of its own (--identity FILE; where the swarm is by "
-    "invitation, with a new invitation)."
+    "them fail: stop one of the two, and start it again with a key of its own (--identity FILE; "
+    "where the swarm is by invitation, with a new invitation)."
 )
 
 
@@ -118,8 +117,6 @@ def test_a_link_to_this_very_key_is_refused_at_once():
         join(ME, Link(SWARM, (WHERE,)), NetworkOptions())
     assert str(refused.value) == (
         f"The link leads only to the node of this very key, {ME.peer_id}: if that node runs on "
-        "another machine, start this one "
-        "with a key of its own (--identity FILE); if it has ended, take a link of another member "
-        "(shoal link), or go on from its "
-        "checkpoint (--resume)."
+        "another machine, start this one with a key of its own (--identity FILE); if it has ended, "
+        "take a link of another member (shoal link), or go on from its checkpoint (--resume)."
     )

@@ -456,9 +456,8 @@ def test_taken_former_port_is_named(tmp_path, caplog):
         assert host.addresses()[0].partition("/p2p/")[0] != before
     assert [line for line in caplog.messages if "as before" in line] == [
         f"this node cannot listen on {before} as before (another program may have the port), so "
-        "links and invitations with "
-        "that address lead to it no more: give out a new link (shoal link), or free the address "
-        "and start it again"
+        "links and invitations with that address lead to it no more: give out a new link (shoal "
+        "link), or free the address and start it again"
     ]
 
 
@@ -473,6 +472,5 @@ def test_without_shared_memory_a_sentence_says_so(monkeypatch):
         raise AssertionError
     assert str(caught.value) == (
         "The system has no shared memory for a lock (/dev/shm: Read-only file system): mount "
-        "/dev/shm so that it can be "
-        "written and has some room (docker run --shm-size 64m)."
+        "/dev/shm so that it can be written and has some room (docker run --shm-size 64m)."
     )

@@ -185,21 +185,18 @@ def test_an_error_of_its_own_is_no_missing_partner(alone):
     where = "its traceback is in the log: please report it"
     assert trains_alone == (
         "this node trains alone: an error in its own code, and not in the network, ended every "
-        "exchange of its last round "
-        f"(RuntimeError: planted); {where}"
+        f"exchange of its last round (RuntimeError: planted); {where}"
     )
     assert caught == (
         "an error in this node's own code, and not in the network, was caught trying a partner's "
-        "weights on data "
-        f"(outer.check_loss) (RuntimeError: planted); {where}"
+        f"weights on data (outer.check_loss) (RuntimeError: planted); {where}"
     )
     assert [alone.exchange(error=planted, about="partner") for _ in range(2 * SEVERAL)] == [[]] * 6
     details = alone.details()
     assert (details["partnerless"], details["internal_errors"]) == (None, 1 + 2 * SEVERAL)
     assert alone.trained_alone(1) == (
         "this node trained alone though others were there: an error in its own code, and not in "
-        "the network, ended 7 of 7 "
-        f"exchanges (RuntimeError: planted); {where}"
+        f"the network, ended 7 of 7 exchanges (RuntimeError: planted); {where}"
     )
     alone.exchange(BERT)
     assert alone.trained_alone(1) == ""
@@ -243,8 +240,7 @@ def test_partnerless_rounds_are_said_once(
     assert told == [[]] * SEVERAL
     assert alone.exchange(kind="timeout") == [
         "3 rounds in a row had no partner (bert did not answer in time), and training goes on "
-        "without; its machine or its link is "
-        "too slow, or asleep: free it, or leave it out"
+        "without; its machine or its link is too slow, or asleep: free it, or leave it out"
     ]
     assert [alone.exchange(kind="timeout") for _ in range(20)] == [[]] * 20
     assert alone.details()["partnerless"] == ("timeout", 23)
@@ -277,8 +273,7 @@ def test_new_reason_is_said_at_once(alone):
     (nobody,) = alone.exchange()
     assert (
         "(nobody else is here), and training goes on without; give others the link (`shoal link` "
-        "shows a node's, "
-        "`session.link` that of a loop of yours)" in nobody
+        "shows a node's, `session.link` that of a loop of yours)" in nobody
     )
     assert alone.exchange() == alone.exchange(kind="timeout") == []
 
@@ -354,8 +349,8 @@ def test_refusals_are_summed_once_a_minute():
     assert told(rate=3, forged=1) == [
         (
             "refused",
-            "refused from other peers since it was last said: "
-            "3 over the rate limit (rate), 1 with a false signature or sender (forged)",
+            "refused from other peers since it was last said: 3 over the rate limit (rate), 1 with "
+            "a false signature or sender (forged)",
         )
     ]
     assert told(rate=3, forged=7) == []

@@ -208,8 +208,7 @@ def test_a_session_measures_what_the_mean_gained():
         assert report.loss_after == pytest.approx(float(after[0].sum()))
         assert report.said() == (
             f"one model of 2 members (peer-0, peer-1): held-out loss {report.loss_before:.4f} "
-            "before, "
-            f"{report.loss_after:.4f} after"
+            f"before, {report.loss_after:.4f} after"
         )
 
 
@@ -332,9 +331,8 @@ def test_a_node_alone_at_its_end_says_so(world):
     assert world.last.enough(())
     assert world.last.report.said() == (
         "no last average: no other member was at its end in time, so this node ends with a model "
-        "of its own; "
-        "`shoal pull LINK --average` makes one of members that still serve, `shoal merge --slow` "
-        "one of checkpoints"
+        "of its own; `shoal pull LINK --average` makes one of members that still serve, `shoal "
+        "merge --slow` one of checkpoints"
     )
 
 

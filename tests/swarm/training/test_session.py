@@ -387,8 +387,8 @@ def test_averaged_parameters_require_gradients():
         ),
         (
             {"fragments": "two"},
-            "made with fragments as given: fragments must be a number, or a list of "
-            "modules, got 'two'",
+            "made with fragments as given: fragments must be a number, or a list of modules, got "
+            "'two'",
         ),
         (
             {"fragments": [torch.nn.Linear(2, 2)]},

@@ -46,8 +46,8 @@ UNUSABLE = [
     ),
     (
         inferred,
-        "was made under torch.inference_mode(), where nothing can be trained: make the "
-        "model outside it",
+        "was made under torch.inference_mode(), where nothing can be trained: make the model "
+        "outside it",
     ),
 ]
 

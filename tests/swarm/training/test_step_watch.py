@@ -69,8 +69,7 @@ def test_a_session_begun_after_the_end_of_main_is_refused():
     assert out == ""
     assert (
         "The main thread has ended, and with it the thread pools that a session needs: let it wait "
-        "for this thread, by "
-        "thread.join()." in err
+        "for this thread, by thread.join()." in err
     )
 
 
@@ -89,8 +88,7 @@ def test_inner_step_is_reported_once():
         opt.finish()
     assert [str(one.message) for one in said] == [
         "the inner optimizer is stepped and not the outer one, so nothing is averaged: call step() "
-        "of the outer optimizer (of "
-        "what session.optimizer returned), which steps the inner one"
+        "of the outer optimizer (of what session.optimizer returned), which steps the inner one"
     ]
 
 
@@ -144,8 +142,7 @@ def test_a_schedule_by_the_loss_cannot_follow():
         follow(ReduceLROnPlateau(sgd(model(0))), 5, 100)
     assert str(raised.value) == (
         "A schedule that follows the swarm is one by steps, such as LambdaLR, and not "
-        "ReduceLROnPlateau: choose another, or set "
-        "its rate yourself."
+        "ReduceLROnPlateau: choose another, or set its rate yourself."
     )
 
 
@@ -162,8 +159,7 @@ def test_late_schedule_is_reported(caplog):
         watch.stepped(opt.param_groups, over=False)
     assert caplog.messages == [
         "this node joined a swarm that has some 40 steps behind it, and its learning-rate schedule "
-        "begins at 0: call "
-        "session.follow(schedule, steps) before the first step"
+        "begins at 0: call session.follow(schedule, steps) before the first step"
     ]
 
 

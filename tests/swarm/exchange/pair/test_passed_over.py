@@ -162,8 +162,8 @@ def trained(exchanges, rounds, values, first=0):
 
 
 BY_THE_CLOCK = (
-    "on a busy machine a peer falls out of the step that this test keeps for all, and "
-    "meets nobody for some rounds"
+    "on a busy machine a peer falls out of the step that this test keeps for all, and meets nobody "
+    "for some rounds"
 )
 
 
