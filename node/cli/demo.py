@@ -89,8 +89,7 @@ def demo(as_json: bool, no_compare: bool, every: int, cheat: int, **flags: Any) 
     if lost:
         raise ConfigError(
             f"A demo gives its nodes settings of their own, so {lost[0]} would do nothing: leave "
-            f"--set {lost[0]} out, or start "
-            "nodes with shoal up and shoal join."
+            f"--set {lost[0]} out, or start nodes with shoal up and shoal join."
         )
     own = {name: value for name, value in flags.items() if "." not in name and name != "assigned"}
     if given.get("task.hooks") == "rl":

@@ -206,8 +206,8 @@ def calibrate(
     if report["warning"]:
         click.echo(f"Warning: {report['warning']}", err=True)
     text = (
-        f"{out}: {claims} honest claims of {report['policy']!r} for each of "
-        f"{len(report['pairs'])} pairs of dtypes"
+        f"{out}: {claims} honest claims of {report['policy']!r} for each of {len(report['pairs'])} "
+        "pairs of dtypes"
     )
     click.echo(dumps(report) if as_json else text)
 

@@ -52,8 +52,7 @@ def creator_key(manifest: Manifest, given: Path | None, what: str) -> Identity:
         if identity.peer_id != manifest.creator:
             raise AdmissionError(
                 f"Only the swarm's creator, {manifest.creator}, can {what}, and the key in {given} "
-                f"is {identity.peer_id}: "
-                f"name the creator's key file with --identity; {lost}."
+                f"is {identity.peer_id}: name the creator's key file with --identity; {lost}."
             )
         return identity
     looked = list(dict.fromkeys([default_identity_path(), *_keys_of_nodes(RUNS)]))
@@ -65,8 +64,8 @@ def creator_key(manifest: Manifest, given: Path | None, what: str) -> Identity:
     files = ", ".join(str(path) for path in looked[:4]) + (", …" if len(looked) > 4 else "")
     raise AdmissionError(
         f"Only the swarm's creator, {manifest.creator}, can {what}, and none of the key files that "
-        "were looked at is that one "
-        f"({files}): name the one with which `shoal up` made the swarm by --identity; {lost}."
+        f"were looked at is that one ({files}): name the one with which `shoal up` made the swarm "
+        f"by --identity; {lost}."
     )
 
 
@@ -143,8 +142,7 @@ def inviting_key(manifest: Manifest, path: Path | None) -> Identity:
     if not manifest.invite_only:
         raise AdmissionError(
             f"The swarm {manifest.name!r} is open, so its link needs no invitation: share the "
-            "link, or make a swarm with "
-            "`shoal up --invite-only`."
+            "link, or make a swarm with `shoal up --invite-only`."
         )
     return creator_key(manifest, path, "invite")
 
@@ -287,7 +285,8 @@ def _tell(
         calls = (swap_change(host, one.peer, one.addresses, swarm, sealed) for one in some)
         return await asyncio.gather(*calls, return_exceptions=True)
 
-    took, problems = [], []
+    took = []
+    problems = []
     for member, reply in zip(some, host.call(told(), ANSWER_S), strict=True):
         if isinstance(reply, BaseException):
             problems.append(str(reply).rstrip("."))
@@ -307,8 +306,8 @@ def _report(
     if manifest.outer.round == "steps" and every:
         about += f" (their step {part.round * every:,})"
     said = (
-        f"{described(part.settings())} from {about} on; the swarm is in round {now}. "
-        f"{len(told)} of {plural(len(members), 'member')} took the change"
+        f"{described(part.settings())} from {about} on; the swarm is in round {now}. {len(told)} "
+        f"of {plural(len(members), 'member')} took the change"
     )
     said += "." if len(told) == len(members) else ", and the others take it from them."
     over = [member for member in members.values() if part.steps and member.step >= part.steps]

@@ -127,8 +127,7 @@ class WeightsQuery(StateQuery):
         ):
             raise PullError(
                 f"The names and shapes that peer {short(peer)} offers cannot be checked against "
-                "the swarm's manifest: "
-                "name your copy of the task with --task."
+                "the swarm's manifest: name your copy of the task with --task."
             )
         need = self.wanted(header)
         if header.dtype != "float32" or not need <= header.nbytes <= need * (1 + MAX_EXTRA):
@@ -138,8 +137,7 @@ class WeightsQuery(StateQuery):
         if need > self.cap:
             raise PullError(
                 f"The weights have {need:,} bytes and at most {self.cap:,} may come: allow more "
-                "with --max-bytes, or free "
-                "some space."
+                "with --max-bytes, or free some space."
             )
 
     def wanted(self, header: StateHeader) -> int:
@@ -152,7 +150,8 @@ class _SinksOnDisk:
     """
 
     def __init__(self, folder: Path, files: ExitStack) -> None:
-        self._folder, self._files = folder, files
+        self._folder = folder
+        self._files = files
 
     def unfinished(self) -> StateHeader | None:
         return begun_download(self._folder)

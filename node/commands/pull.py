@@ -104,7 +104,8 @@ def pull(
         try:
             if average:
                 mean = _average(host, query, sources, members, aside, built, say)
-                header, tensors = mean.header, mean.tensors
+                header = mean.header
+                tensors = mean.tensors
             else:
                 header, tensors = download(host, query, sources, aside, say)
         except OSError as error:

@@ -104,7 +104,8 @@ def load_pulled(folder: Path, tokenizer: str | None = None) -> PulledModel:
     Raises SampleError or DataError.
     """
     about = _about(folder)
-    task, size = about.get("task"), about.get("model")
+    task = about.get("task")
+    size = about.get("model")
     if task != reader.TEXT:
         what = (
             f"are of the task {str(task)[:80]!r}, and `shoal sample` continues texts with those "
@@ -128,8 +129,7 @@ def load_pulled(folder: Path, tokenizer: str | None = None) -> PulledModel:
     if made.vocabulary != model.head.out_features:
         raise DataError(
             f"The tokenizer {name!r} has {made.vocabulary} tokens and the model "
-            f"{model.head.out_features}: "
-            "name the swarm's with --tokenizer."
+            f"{model.head.out_features}: name the swarm's with --tokenizer."
         )
     return PulledModel(model, made, about)
 
@@ -158,7 +158,8 @@ def continuation(
 
     Raises SampleError.
     """
-    context, device = model.positions.num_embeddings, model.positions.weight.device
+    context = model.positions.num_embeddings
+    device = model.positions.weight.device
     tokens = list(begun)
     for _ in range(count):
         window = torch.tensor([tokens[-context:]], device=device)  # (1, T)

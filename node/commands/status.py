@@ -70,8 +70,7 @@ def current_link(folder: Path | None, now: float | None = None) -> dict[str, Any
     if age > STALE_S:
         notes.append(
             f"The node of {str(path.parent)!r} wrote this link {_ago(age)} ago and may have ended; "
-            "the link works while a peer in "
-            "it is there."
+            "the link works while a peer in it is there."
         )
     if invite_only:
         notes.append(
@@ -160,7 +159,8 @@ def read_status(link: Link) -> dict[str, Any]:
             compare_clocks(host, host.entry())
         )  # members are not known yet, and with a wrong clock never
         with closing(open_directory(identity, host, link, manifest)) as directory:
-            members, size = directory.members(), directory.size()
+            members = directory.members()
+            size = directory.size()
             departed = directory.departed()
             change = newest_change(host, link.swarm, manifest, members)
         answered = [

@@ -94,15 +94,13 @@ def known_seeds(named: Sequence[str] = (), flag: str = "--seed") -> list[str]:
             if problem := address_problem(address):
                 raise ConfigError(
                     f"{where}: {address[:100]!a} is no address of a bootstrap node, {problem}: "
-                    "`shoal seed` prints it, with /p2p/ "
-                    "and its id at the end."
+                    "`shoal seed` prints it, with /p2p/ and its id at the end."
                 )
         if addresses:
             return list(dict.fromkeys(addresses))[:MAX_SEEDS]
     raise ConfigError(
         f"No bootstrap node is known here: name one with {flag} MULTIADDR, in the variable "
-        f"{VARIABLE}, or on a line of {path}. "
-        "`shoal seed` prints the address of one that you run."
+        f"{VARIABLE}, or on a line of {path}. `shoal seed` prints the address of one that you run."
     )
 
 
@@ -228,10 +226,9 @@ def described(one: dict[str, Any]) -> str:
     device = "a processor, without a GPU" if one["device"] == "cpu" else f"a GPU ({one['device']})"
     said = (
         f"{one['name']} ({one['swarm'][:SHOWN_ID]}): {one['task']} by {one['method']}, "
-        f"{_peers(one['peers'])} as a bootstrap node "
-        f"says. As a member says, its model has {amount(one['params'], '')} parameters, a node "
-        "sends "
-        f"{amount(one['round_bytes'])} in a round, and that member computes on {device}."
+        f"{_peers(one['peers'])} as a bootstrap node says. As a member says, its model has "
+        f"{amount(one['params'], '')} parameters, a node sends {amount(one['round_bytes'])} in a "
+        f"round, and that member computes on {device}."
     )
     if needs:
         said += f" It needs {' and '.join(needs)}."

@@ -56,15 +56,14 @@ def run_demo(
     # The nodes share one machine's processors: a late partner is slow, not gone.
     given = {"outer.wait_s": 60.0, "train.steps": rounds * every, "outer.every": every}
     settings = demo_settings(peers, seed, {**given, **more})
-    hooks, options, length = (
-        settings.task.hooks,
-        settings.task.options,
-        settings.outer.every or every,
-    )
+    hooks = settings.task.hooks
+    options = settings.task.options
+    length = settings.outer.every or every
     # Errors of the task and device are raised here at once, and not by every node.
     load_task(hooks, options)
     resolve_device(device)
-    began, began_at = time.monotonic(), time.time()
+    began = time.monotonic()
+    began_at = time.time()
 
     common = [*reader.flags(hooks, options), "--keep-rounds", "--device", device]
     common += [*(["--baseline"] if compare else []), *(["--verbose"] if verbose else [])]
@@ -143,7 +142,8 @@ def run_nodes(
         ]
         folders = [folder / f"peer-{index}" for index in range(peers)]
         with Nodes(folder) as nodes:
-            liveness, shown = Liveness(folders), 0
+            liveness = Liveness(folders)
+            shown = 0
             display.message(f"starting {peers} nodes {what} on this machine")
             link = start_first(nodes, ["up", str(file), *own[0]], display, liveness)
             for index in range(1, peers):
@@ -263,10 +263,8 @@ def consensus_distances(folders: Sequence[Path]) -> list[float]:
 
 
 def _distance(peers: Sequence[Mapping[str, torch.Tensor]]) -> float:
-    apart, size = (
-        torch.zeros(len(peers) * (len(peers) - 1) // 2 or 1, device="cpu"),
-        torch.zeros(len(peers), device="cpu"),
-    )
+    apart = torch.zeros(len(peers) * (len(peers) - 1) // 2 or 1, device="cpu")
+    size = torch.zeros(len(peers), device="cpu")
     for key in peers[0]:  # by tensor, for all of a large model in float64 would need much memory
         flat = torch.stack([tensors[key].double().reshape(-1) for tensors in peers])  # (K, values)
         size = size + flat.square().sum(1)
@@ -336,8 +334,8 @@ def erring(report: Mapping[str, Any]) -> str:
     first = next(iter(found.values()))["first"]
     return (
         f"\n{count} error{'s' * (count > 1)} in the nodes' own code, and not in the network, ended "
-        f"{report['failed']} exchanges "
-        f"({first}): run again with --keep FOLDER, whose node.log files have the tracebacks"
+        f"{report['failed']} exchanges ({first}): run again with --keep FOLDER, whose node.log "
+        "files have the tracebacks"
     )
 
 
@@ -390,16 +388,15 @@ def summary(report: dict[str, Any]) -> str:
             f"{first:.3f} at first, {together:.3f} in the end; nothing was exchanged, so each "
             "node trained alone"
         )
-    most, last = max(report["spread"], default=0), report["spread"][-1] if report["spread"] else 0
+    most = max(report["spread"], default=0)
+    last = report["spread"][-1] if report["spread"] else 0
     end = "".join(f"\n{line}" for line in _end_said(report.get("ended"), report["peers"]))
     return (
         f"{report['peers']} nodes, {report['params']:,} parameters, {report['steps']} steps each "
-        f"in {report['rounds']} rounds, "
-        f"{duration(round(report['seconds']))}\n"
+        f"in {report['rounds']} rounds, {duration(round(report['seconds']))}\n"
         f"held-out loss: {said}\n"
         f"{report['exchanges']} pairs exchanged, {report['pairs_none']} times a node had no "
-        "partner, "
-        f"{amount(report['bytes_sent'])} sent; {duration(report['wait_s'])} of "
+        f"partner, {amount(report['bytes_sent'])} sent; {duration(report['wait_s'])} of "
         f"{duration(report['wall_s'])} waiting per node\n"
         f"consensus distance of the slow weights: at most {most:.4f}, after the last round "
         f"{last:.4f}{end}{erring(report)}"

@@ -51,7 +51,8 @@ class EventReader:
     """Reader of the events that a node writes. Each call of `read` parses only what is new."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._at = path, 0
+        self._path = path
+        self._at = 0
         self.events: list[dict[str, Any]] = []
 
     def read(self) -> list[dict[str, Any]]:
@@ -82,7 +83,8 @@ class Liveness:
         self._names = [folder.name for folder in folders]
         self._readers = [EventReader(folder / METRICS) for folder in folders]
         self._clock = clock
-        self._moved, self._alive = (0, 0, 0), 0
+        self._moved = (0, 0, 0)
+        self._alive = 0
         self._moved_at = self._alive_at = clock()
 
     def look(self, ended: int = 0) -> list[list[dict[str, Any]]]:
@@ -102,9 +104,12 @@ class Liveness:
         )
         moved = (sum(map(len, events)) - len(said), steps, ended)
         if moved != self._moved:
-            self._moved, self._moved_at, self._alive_at = moved, now, now
+            self._moved = moved
+            self._moved_at = now
+            self._alive_at = now
         if alive != self._alive:
-            self._alive, self._alive_at = alive, now
+            self._alive = alive
+            self._alive_at = now
         if now - self._alive_at > self._quiet_s:
             raise DemoError(
                 f"No node made progress for {self._quiet_s:g} s{self._doing(events)}: {_REMEDY}"
@@ -278,7 +283,9 @@ def read_line(process: Process, seconds: float, look: Callable[[], object] = lam
     """Return the first line of a node's stdout, or "" when it ended or the time is up; ``look`` is
     called every `LOOK_S`.
     """
-    stdout, lines, until = process.stdout, list[str](), time.monotonic() + seconds
+    stdout = process.stdout
+    lines = list[str]()
+    until = time.monotonic() + seconds
     assert stdout is not None
     reader = threading.Thread(target=lambda: lines.append(stdout.readline()), daemon=True)
     reader.start()

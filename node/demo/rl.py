@@ -96,7 +96,8 @@ def run_demo(
 
 def policies(settings: Settings) -> list[str]:
     """Return the policy of each node."""
-    peers, policy = settings.swarm.start_when, settings.rl.policy
+    peers = settings.swarm.start_when
+    policy = settings.rl.policy
     kind, habit, steps = (*policy.split(":"), "", "")[:3]
     if kind != "tiny" or habit or not settings.outer.alone or settings.verify.audit_rate:
         return [policy] * peers
@@ -260,11 +261,9 @@ def summary(report: Mapping[str, Any]) -> str:
     lonely = "".join(f"\n{sentence}" for sentence in report["trained_alone"])
     return (
         f"{report['peers']} nodes, {report['params']:,} parameters, {report['rounds']} rounds of "
-        f"{report['env']!r}, "
-        f"{duration(round(report['seconds']))}\n"
+        f"{report['env']!r}, {duration(round(report['seconds']))}\n"
         f"greedy reward on {report['held_out']} held-out questions: {report['first_reward']:.3f} "
-        "at first, "
-        f"{report['final_reward']:.3f} in the end ({ended})\n"
+        f"at first, {report['final_reward']:.3f} in the end ({ended})\n"
         f"cumulative reward: {report['cumulative_reward']:.1f} of at most {report['rounds']} per "
         "node\n"
         f"{report['sent']} rollouts sent, {report['received']} received, {report['used']} learnt "

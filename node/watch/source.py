@@ -126,7 +126,8 @@ class RecordFilter(Generic[R]):
 
     def __init__(self, kind: type[R], swarm: str, clock: Callable[[], float] = time.time) -> None:
         self._kind: type[R] = kind
-        self._swarm, self._clock = swarm, clock
+        self._swarm = swarm
+        self._clock = clock
         self._quotas = TokenBuckets(QUOTA, clock)
         self._issued = Newest[str, float](MAX_PEERS)
         self._room = envelope.room_for(kind)
@@ -170,11 +171,10 @@ class LightClient:
     """
 
     def __init__(self, link: Link, send: Callable[[Event], None]) -> None:
-        self._link, self._send = link, send
-        self._gate, self._receipts = (
-            RecordFilter(Status, link.swarm),
-            RecordFilter(Receipts, link.swarm),
-        )
+        self._link = link
+        self._send = send
+        self._gate = RecordFilter(Status, link.swarm)
+        self._receipts = RecordFilter(Receipts, link.swarm)
         self._book = PeerAddresses()
         for address in link.bootstrap:
             peer = address.rpartition("/p2p/")[2]
@@ -252,7 +252,9 @@ class LightClient:
         self._connected = here
 
     async def _dial(self, daemon: Daemon, peer: str) -> None:
-        addresses, reached, why = self._book.addresses(peer), False, ""
+        addresses = self._book.addresses(peer)
+        reached = False
+        why = ""
         try:
             await asyncio.wait_for(daemon.connect(peer, addresses), DIAL_S)
             reached = True
@@ -423,7 +425,8 @@ class Timeline:
         self._events = list(islice(recorded(path), MAX_EVENTS))
         self._times = list(accumulate((event.time for event in self._events), max))
         self._kept: dict[int, SwarmView] = {0: SwarmView()}
-        self._at, self._view = 0, SwarmView()
+        self._at = 0
+        self._view = SwarmView()
         self.span = (self._times[0], self._times[-1]) if self._times else (0.0, 0.0)
         """Unix times of the first and the last event; two zeros if there is none."""
 
@@ -434,7 +437,8 @@ class Timeline:
         wanted = bisect_right(self._times, time)
         near = max(number for number in self._kept if number <= wanted)
         if not near <= self._at <= wanted:
-            self._at, self._view = near, deepcopy(self._kept[near])
+            self._at = near
+            self._view = deepcopy(self._kept[near])
         while self._at < wanted:
             self._view.take(self._events[self._at])
             self._at += 1
@@ -457,7 +461,8 @@ class EventSource(threading.Thread):
         super().__init__(name="watch", daemon=True)
         self.ended = threading.Event()
         """Set when there will be no more."""
-        self._work, self._stopped = work, threading.Event()
+        self._work = work
+        self._stopped = threading.Event()
         self._error: BaseException | None = None
 
     def stop(self) -> None:

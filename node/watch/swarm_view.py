@@ -413,7 +413,8 @@ class SwarmView:
         """Lines of the log so far, with those that are forgotten."""
         self.now = 0.0
         self._rounds_seen: dict[str, tuple[int, int]] = {}
-        self.meetings, self.confirmations = Meetings(), Confirmations()
+        self.meetings = Meetings()
+        self.confirmations = Confirmations()
         self.begun: float | None = None
         """Unix time of the first status."""
         self.rates = {name: Curve() for name in RATES}
@@ -501,7 +502,9 @@ class SwarmView:
             peer.faults = dict(status.faults)  # earlier faults are not reported
         else:
             self._compare(peer, status, now)
-        peer.status, peer.heard, peer.silent = status, now, False
+        peer.status = status
+        peer.heard = now
+        peer.silent = False
         for done in status.rounds:
             self._round(peer, done, fragments)
         if status.reward is not None:
@@ -573,7 +576,8 @@ class SwarmView:
             )
 
     def _round(self, peer: Peer, done: RoundStatus, fragments: int) -> None:
-        me, place = peer.status.peer, (done.step, done.round)
+        me = peer.status.peer
+        place = (done.step, done.round)
         seen = self._rounds_seen.get(me, (-1, -1))
         if place <= seen and seen[0] <= peer.status.step:  # else it resumed from a checkpoint
             return

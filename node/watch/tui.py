@@ -65,7 +65,10 @@ def plot(
         return Text("nothing yet", style="dim")
     xs = [x for x, _ in points]
     ys = [y for _, y in points]
-    x_low, x_high, y_low, y_high = min(xs), max(xs), min(ys), max(ys)
+    x_low = min(xs)
+    x_high = max(xs)
+    y_low = min(ys)
+    y_high = max(ys)
     canvas = _Canvas(columns=max(width - LABEL - 1, 4), rows=max(height - 1, 2))
     x_scale = (canvas.columns * 2 - 1) / ((x_high - x_low) or 1.0)
     y_scale = (canvas.rows * 4 - 1) / ((y_high - y_low) or 1.0)
@@ -161,7 +164,8 @@ def headline(view: SwarmView) -> str:
     if not totals["known"]:
         parts.append(plural(totals["connected"], "connection") + ", no status yet")
     else:
-        low, high = totals["round_min"], totals["round_max"]
+        low = totals["round_min"]
+        high = totals["round_max"]
         about = f"about {totals['size']:,} peers (estimated from {totals['peers']})"
         parts.append(
             about if totals["sampled"] else f"{totals['peers']} of {totals['known']} peers"
@@ -198,7 +202,8 @@ def peer_rows(view: SwarmView) -> list[tuple[str, list[Text]]]:
     """Return for each peer its id and a cell for each of `COLUMNS`."""
     found = []
     for index, (key, peer) in enumerate(view.rows()):
-        status, style = peer.status, "" if peer.here else "dim"
+        status = peer.status
+        style = "" if peer.here else "dim"
         faults = ", ".join(fault_label(kind, count) for kind, count in status.faults)
         cells = [
             Text(status.name, style=colour(index) if peer.here else "dim"),
@@ -317,7 +322,9 @@ class WatchApp(App[None]):  # type: ignore[misc]
     ) -> None:
         super().__init__()
         self._seconds = seconds
-        self._inbox, self._source, self._live = inbox, source, live
+        self._inbox = inbox
+        self._source = source
+        self._live = live
         self.view = SwarmView()
         self._held = False
         self._is_dark = True

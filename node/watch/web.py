@@ -49,7 +49,8 @@ class ShownLink:
     """
 
     def __init__(self, link: Link, clock: Callable[[], float] = time.monotonic) -> None:
-        self._link, self._clock = link, clock
+        self._link = link
+        self._clock = clock
         self._next = float("-inf")
         self._shown: dict[str, Any] = {}
 
@@ -254,7 +255,10 @@ class _Gate(asyncio.Protocol):
     """
 
     def __init__(self, inner: asyncio.Protocol, open: Counter[str]) -> None:
-        self._inner, self._open, self._host, self._unfinished = inner, open, "", b""
+        self._inner = inner
+        self._open = open
+        self._host = ""
+        self._unfinished = b""
         self._deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -268,7 +272,8 @@ class _Gate(asyncio.Protocol):
         ):
             transport.close()
             return
-        self._host, self._transport = host, transport
+        self._host = host
+        self._transport = transport
         if (link := transport.get_extra_info("socket")) is not None:
             link.setsockopt(
                 socket.SOL_SOCKET, socket.SO_SNDBUF, SENT
@@ -337,8 +342,13 @@ class Page:
     ) -> None:
         self.view = SwarmView()
         self._link = None if link is None else ShownLink(link)
-        self._inbox, self._source, self._live, self._shared = inbox, source, live, shared
-        self._timeline, self._reading, self._asked = timeline, asyncio.Lock(), 0
+        self._inbox = inbox
+        self._source = source
+        self._live = live
+        self._shared = shared
+        self._timeline = timeline
+        self._reading = asyncio.Lock()
+        self._asked = 0
         self._fresh = asyncio.Condition()
         self._number = 0
         self._text = ""
@@ -454,7 +464,8 @@ class Page:
                 async with self._fresh:
                     while self._number == seen:
                         await self._fresh.wait()
-                    seen, text = self._number, self._text
+                    seen = self._number
+                    text = self._text
                 await asyncio.wait_for(response.write(f"data: {text}\n\n".encode()), READ_S)
         except (TimeoutError, ConnectionError):
             return response
@@ -488,7 +499,8 @@ def serve(page: Page, place: Address, seconds: float | None, say: Callable[[str]
         await runner.setup()
         try:
             open: Counter[str] = Counter()
-            server, loop = runner.server, asyncio.get_running_loop()
+            server = runner.server
+            loop = asyncio.get_running_loop()
             assert server is not None  # it is there once the runner is set up
             try:
                 site = await loop.create_server(
