@@ -86,6 +86,7 @@ ROWS = {
             and name
             in (
                 "blamed",
+                "end",
                 "exchange_s",
                 "exchanges",
                 "failures",

@@ -80,7 +80,7 @@ def run(transfer, holds=(), *, awaited=True, budget=WAIT, tries=False):
         offer = SimpleNamespace(nbytes=8)
         return await asyncio.wait_for(
             state.transfer(
-                SimpleNamespace(peer_id="peer", tries=tries), pairing, offer, caller=True
+                SimpleNamespace(peer_id="peer", is_trial=tries), pairing, offer, caller=True
             ),
             30,
         )
