@@ -92,10 +92,8 @@ def test_who_joins_needs_the_environment_and_weights_may_travel_too(shoal):
     assert [joined.wait(), up.wait()] == [0, 0], joined.said() + up.said()
     results = [shoal.result("anna"), shoal.result("bert")]
     assert [result["steps"] for result in results] == [8, 8]
-    assert [result["exchanges"] for result in results] == [
-        8,
-        8,
-    ]  # two fragments in each of four rounds
+    # Two fragments in each of four rounds, and at the end the steps of the first since its last.
+    assert [result["exchanges"] for result in results] == [9, 9]
     assert all(result["rl"]["env"] == "add_env.py:Add" for result in results)
 
 

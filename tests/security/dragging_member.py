@@ -21,6 +21,7 @@ from shoal.node.cli import main as cli  # noqa: E402
 from shoal.swarm.exchange.pair.calls import CallAnswerer, Caller  # noqa: E402
 from shoal.swarm.identity import Identity  # noqa: E402
 from shoal.swarm.membership.directory import Directory  # noqa: E402
+from shoal.swarm.membership.own_record import OwnRecord  # noqa: E402
 from shoal.swarm.membership.records import bits_of, key_of, make_record  # noqa: E402
 from shoal.swarm.wire.messages import Answer  # noqa: E402
 
@@ -72,7 +73,7 @@ def hostile(seconds, free):
     lie, judge, member, init = (
         Lie(seconds, free),
         CallAnswerer._judge,
-        Directory._member,
+        OwnRecord.member,
         Directory.__init__,
     )
 
@@ -88,7 +89,7 @@ def hostile(seconds, free):
         init(self, host, *arguments, **named)
         host.submit(lie.spread(self))
 
-    CallAnswerer._judge, Directory._member, Directory.__init__ = answer, record, begin
+    CallAnswerer._judge, OwnRecord.member, Directory.__init__ = answer, record, begin
 
 
 def watched(path):
