@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from bench._quality_methods import METHODS
+from shoal.node.data.sharding import stable_hash
 from shoal.node.data.source import Document
-from shoal.node.data.source import number as hash_of
 from shoal.node.task import Shard
 from shoal.node.tasks.text import TextTask
 from shoal.optim import FLOAT32, Alone, OuterOptimizer, Simulation, codec_named
@@ -66,7 +66,7 @@ class QualityText(TextTask):
 
     def _half(self, number: int) -> Tensor:
         documents: list[Document] = [
-            d for d in self.held_out() if hash_of(f"half {d.name}") % 2 == number
+            d for d in self.held_out() if stable_hash(f"half {d.name}") % 2 == number
         ]
         windows = self._windows(documents, "held-out part")
         places = torch.randint(

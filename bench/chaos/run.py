@@ -19,7 +19,7 @@ from bench.chaos.plan import Hit
 from bench.chaos.processes_under_test import LINK_S, ChaosError, ProcessesUnderTest, Running
 from shoal.node.checkpoint import store as checkpoint
 from shoal.node.config.settings import Settings
-from shoal.node.data import reader
+from shoal.node.data.task_options import local_flags
 from shoal.node.demo.demo import settings_toml
 from shoal.node.runtime.display import Display
 from shoal.node.runtime.join import for_new_swarm
@@ -131,7 +131,7 @@ class _Run:
         return [
             "--shard",
             f"{peer}/{self.peers}",
-            *reader.flags(task.hooks, task.options),
+            *local_flags(task.hooks, task.options),
             *self.flags,
         ]
 

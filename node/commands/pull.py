@@ -24,8 +24,9 @@ from shoal.node.commands.pull_average import Average
 from shoal.node.commands.pull_average import average as mean_of
 from shoal.node.commands.pull_average import lines as average_lines
 from shoal.node.config.settings import Settings, load
-from shoal.node.data.reader import TEXT
-from shoal.node.data.source import PREFIX, DataError, is_path
+from shoal.node.data.hub_name import PREFIX, is_path
+from shoal.node.data.source import DataError
+from shoal.node.data.task_options import TEXT
 from shoal.node.runtime.door import RL, enter
 from shoal.node.task import Task
 from shoal.node.tasks.gpt import GPT, VOCABULARY, Attention

@@ -21,9 +21,9 @@ from safetensors import SafetensorError, safe_open
 from shoal.node.checkpoint.export import ABOUT, README, WEIGHTS
 from shoal.node.config.device import resolve_device
 from shoal.node.console import free_memory
-from shoal.node.data import reader
-from shoal.node.data.reader import BYTES, MAX_VOCABULARY, Tokenizer, load_tokenizer
 from shoal.node.data.source import DataError
+from shoal.node.data.task_options import DIGEST, TEXT, TOKENIZER, options_of_member
+from shoal.node.data.tokenizer import BYTES, MAX_VOCABULARY, Tokenizer, load_tokenizer
 from shoal.node.tasks import text_size
 from shoal.node.tasks.gpt import GPT, sized
 from shoal.swarm.errors import ShoalError
@@ -106,7 +106,7 @@ def load_pulled(folder: Path, tokenizer: str | None = None) -> PulledModel:
     about = _about(folder)
     task = about.get("task")
     size = about.get("model")
-    if task != reader.TEXT:
+    if task != TEXT:
         what = (
             f"are of the task {str(task)[:80]!r}, and `shoal sample` continues texts with those "
             "of the built-in task text"
@@ -122,10 +122,10 @@ def load_pulled(folder: Path, tokenizer: str | None = None) -> PulledModel:
     if not _is_size(size) or not isinstance(about.get("task_options"), dict):
         raise SampleError(f"The file {str(folder / ABOUT)!r} is damaged: {AGAIN}.")
     model = _model(folder, size)
-    own = {} if tokenizer is None else {reader.TOKENIZER: tokenizer}
-    options = reader.taken(reader.TEXT, about["task_options"], own)
-    name = str(options.get(reader.TOKENIZER, BYTES))
-    made = load_tokenizer(name, str(options.get(reader.DIGEST, "")))
+    own = {} if tokenizer is None else {TOKENIZER: tokenizer}
+    options = options_of_member(TEXT, about["task_options"], own)
+    name = str(options.get(TOKENIZER, BYTES))
+    made = load_tokenizer(name, str(options.get(DIGEST, "")))
     if made.vocabulary != model.head.out_features:
         raise DataError(
             f"The tokenizer {name!r} has {made.vocabulary} tokens and the model "

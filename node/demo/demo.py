@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from shoal.node.checkpoint.folder import check_writable
 from shoal.node.config.device import resolve_device
 from shoal.node.config.settings import Settings, load
-from shoal.node.data import reader
+from shoal.node.data.task_options import local_flags
 from shoal.node.demo.nodes import LOOK_S, Liveness, Nodes, start_first
 from shoal.node.metrics.sinks import check_demo, flags_of_demo
 from shoal.node.runtime.display import Display, make_display
@@ -65,7 +65,7 @@ def run_demo(
     began = time.monotonic()
     began_at = time.time()
 
-    common = [*reader.flags(hooks, options), "--keep-rounds", "--device", device]
+    common = [*local_flags(hooks, options), "--keep-rounds", "--device", device]
     common += [*(["--baseline"] if compare else []), *(["--verbose"] if verbose else [])]
     flags = [
         ["--shard", f"{index}/{peers}", *common, *(["--task", hooks] if index else [])]

@@ -22,7 +22,7 @@ from shoal.node.config.settings import (
     TaskSettings,
     env_label,
 )
-from shoal.node.data import reader
+from shoal.node.data.task_options import DATA, DIGEST, TEXT, TOKENIZER, options_of_member
 from shoal.node.task import Task
 from shoal.node.tasks.loader import BUILT_IN, HookError, load_task
 from shoal.node.tasks.text import TextTask
@@ -35,7 +35,7 @@ from shoal.swarm.state.query import ModelDiffersError
 
 RL = "rl"
 BUILT_IN_TASKS = (*BUILT_IN, RL)
-LOCAL_OPTIONS = (reader.DATA, reader.TOKENIZER, reader.DIGEST)
+LOCAL_OPTIONS = (DATA, TOKENIZER, DIGEST)
 """Options of the text task that each node has its own of."""
 INNER = ("optimizer", *inner_optimizer.KNOBS)
 """Settings of the inner optimizer, whose state a checkpoint holds."""
@@ -237,13 +237,13 @@ def _task_of(
             "state=model)."
         )
     if task_label(hooks) != manifest.task:
-        if hooks != reader.TEXT or manifest.task in BUILT_IN_TASKS:
+        if hooks != TEXT or manifest.task in BUILT_IN_TASKS:
             raise HookError(
                 f"The swarm trains {manifest.task!r}, this node was given {hooks!r}: use the "
                 "swarm's task."
             )
         raise HookError(f"The swarm trains {manifest.task!r}, {_no_code(carrier)} --task.")
-    options = reader.taken(hooks, dict(manifest.task_options), settings.task.options)
+    options = options_of_member(hooks, dict(manifest.task_options), settings.task.options)
     if hooks == RL:
         rl = rl.model_copy(update={"env": _own_env(rl, str(options.pop("env", "")), carrier)})
     return settings.task.model_copy(update={"hooks": hooks, "options": options}), rl
@@ -298,7 +298,7 @@ def check_not_fixed(settings: Settings, manifest: Manifest) -> None:
             terms,
             lambda name, fixed: name == "policy" or not getattr(settings.rl, name),
         )
-    text = manifest.task == reader.TEXT
+    text = manifest.task == TEXT
     for name, wanted in settings.task.options.items():
         fixed = manifest.task_options.get(name)
         if wanted != fixed and not (text and name in LOCAL_OPTIONS):

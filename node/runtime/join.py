@@ -19,7 +19,7 @@ from pydantic import ValidationError
 
 from shoal.node.config.links import LINK
 from shoal.node.config.settings import ConfigError, Settings, env_label
-from shoal.node.data import reader
+from shoal.node.data.task_options import TEXT, options_for_manifest
 from shoal.node.runtime.door import RL, task_label
 from shoal.node.runtime.resume import write_json
 from shoal.node.task import Shard, Task, iterator_of, to_device
@@ -88,7 +88,7 @@ def task_options(settings: Settings) -> dict[str, int | float | str | bool]:
     For rl that is also the environment, but neither policy nor algorithm.
     """
     own = {"env": env_label(settings.rl.env)} if settings.task.hooks == RL else {}
-    return {**reader.shared(settings.task.hooks, settings.task.options), **own}
+    return {**options_for_manifest(settings.task.hooks, settings.task.options), **own}
 
 
 def for_new_swarm(settings: Settings) -> Settings:
@@ -102,7 +102,7 @@ def for_new_swarm(settings: Settings) -> Settings:
     train = settings.train
     task = settings.task
     chosen = "optimizer" in train.model_fields_set or "lr" in task.options
-    if task.hooks != reader.TEXT or chosen or not hasattr(torch.optim, "Muon"):
+    if task.hooks != TEXT or chosen or not hasattr(torch.optim, "Muon"):
         return settings
     return settings.model_copy(update={"train": train.model_copy(update={"optimizer": "muon"})})
 

@@ -1,7 +1,7 @@
 """Text in memory, in an order that all machines share, or as a stream of records.
 
 A document in memory is a file, or a piece of one if there are few files. Records and datasets are
-streamed (`shoal.node.data.reader`).
+streamed (`shoal.node.data.record_files`, `hub_dataset`).
 """
 
 from __future__ import annotations
@@ -11,18 +11,11 @@ import hashlib
 import os
 from pathlib import Path
 
-from shoal.node.data.source import (
-    PREFIX,
-    RECORDS,
-    DataError,
-    Document,
-    DocumentSource,
-    HubDataset,
-    RecordFiles,
-    Skipped,
-    find_files,
-    no_document,
-)
+from shoal.node.data.hub_dataset import HubDataset
+from shoal.node.data.hub_name import PREFIX
+from shoal.node.data.record_files import RECORDS, RecordFiles
+from shoal.node.data.source import DataError, Document, DocumentSource, Skipped, no_document
+from shoal.node.data.text_files import find_files
 from shoal.node.task import Shard
 
 FEW_FILES = 100

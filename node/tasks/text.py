@@ -17,21 +17,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shoal.node.data.reader import BYTES, DIGEST, Reader, Tokenizer, load_tokenizer
+from shoal.node.data.hub_name import PREFIX, is_path
+from shoal.node.data.reader import Reader
+from shoal.node.data.sharding import HELD_OUT_ONE_IN, is_held_out, stable_hash
 from shoal.node.data.source import (
-    HELD_OUT_ONE_IN,
-    PREFIX,
     DataError,
     Document,
     DocumentSource,
     Listed,
     Skipped,
     Training,
-    held_out,
-    is_path,
     no_document,
-    number,
 )
+from shoal.node.data.task_options import DIGEST
+from shoal.node.data.tokenizer import BYTES, Tokenizer, load_tokenizer
 from shoal.node.home import expanded
 from shoal.node.task import Shard, Task
 from shoal.node.tasks import text_size
@@ -163,12 +162,12 @@ class TextTask(Task):
         Raises DataError.
         """
         if self.stream is None:
-            return [d for d in self.documents if number(d.name) % HELD_OUT_ONE_IN == 0]
+            return [d for d in self.documents if stable_hash(d.name) % HELD_OUT_ONE_IN == 0]
         found = []
         left = STREAM_EVALUATION_BYTES
         document = None
         for _, document in self.stream.documents(EVERYTHING, 0):
-            if held_out(document.content):
+            if is_held_out(document.content):
                 found.append(
                     Document(document.name, document.content[: min(left, EVALUATION_BYTES)])
                 )
@@ -180,7 +179,7 @@ class TextTask(Task):
         return found
 
     def _not_held_out(self) -> list[Document]:
-        return [d for d in self.documents if number(d.name) % HELD_OUT_ONE_IN != 0]
+        return [d for d in self.documents if stable_hash(d.name) % HELD_OUT_ONE_IN != 0]
 
     def shard_documents(self, shard: Shard) -> list[Document]:
         """Return the documents in memory of one shard; those of two shards with equal ``of`` are
@@ -188,7 +187,7 @@ class TextTask(Task):
         """
         training = self._not_held_out()
         # Dealing in turn, rather than by the hash alone, leaves no shard empty.
-        training.sort(key=lambda d: (number("shard " + d.name), d.name))
+        training.sort(key=lambda d: (stable_hash("shard " + d.name), d.name))
         return training[shard.index :: shard.of]
 
     def _windows(self, documents: list[Document], what: str) -> Tensor:
@@ -263,7 +262,7 @@ class TextTask(Task):
     def _random_batches(self, shard: Shard) -> Iterator[tuple[Tensor, Tensor]]:
         windows = self._windows(self.shard_documents(shard), f"shard {shard.index} of {shard.of}")
         generator = torch.Generator().manual_seed(
-            number(f"batches {shard.seed} {shard.index}") >> 1
+            stable_hash(f"batches {shard.seed} {shard.index}") >> 1
         )
         while True:
             places = torch.randint(len(windows), (self.batch,), generator=generator, device="cpu")

@@ -23,8 +23,8 @@ from shoal.node.cli.main import cli
 from shoal.node.cli.prepare import ScaffoldError, scaffold
 from shoal.node.config.settings import NodeSettings, RLSettings, Settings
 from shoal.node.console import dumps, require
-from shoal.node.data.reader import BYTES, load_tokenizer
 from shoal.node.data.source import DataError
+from shoal.node.data.tokenizer import BYTES, load_tokenizer
 from shoal.node.demo import demo
 from shoal.node.integrations.own_loop import Run
 from shoal.node.rl.environment import EnvError, Gym, PolicyError

@@ -131,8 +131,8 @@ OPENERS = {
 ``unpack`` and ``unseal`` of messages go through two of these.
 """
 DIGESTS = {
-    "node/data/source.py:number",
-    "node/data/source.py:held_out",
+    "node/data/sharding.py:stable_hash",
+    "node/data/sharding.py:is_held_out",
     "node/rl/environment.py:Gym.question",
     "node/rl/task.py:RLTask._number",
     "node/task.py:LoadedBatches._begin_epoch",
@@ -153,9 +153,9 @@ OWN = {
     "node/doctor/checks.py:_event",
     "node/config/settings.py:_read",
     "node/config/settings.py:assignment",
-    "node/data/source.py:HubDataset.documents",
-    "node/data/source.py:RecordFiles._text",
-    "node/data/reader.py:Bytes.encode",
+    "node/data/hub_dataset.py:HubDataset._records",
+    "node/data/record_files.py:RecordFiles._text",
+    "node/data/tokenizer.py:Bytes.encode",
     "node/demo/demo.py:run_nodes",
     "node/demo/demo.py:consensus_distances",
     "node/demo/nodes.py:EventReader.read",

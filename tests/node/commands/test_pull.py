@@ -19,8 +19,8 @@ from shoal.node.commands.download import PullError, ResumableDownload, begun_dow
 from shoal.node.commands.pull import build_model, pull
 from shoal.node.commands.sample import SampleError, continuation, load_pulled, prompt_tokens, sample
 from shoal.node.config.settings import load
-from shoal.node.data.reader import Bytes, load_tokenizer
 from shoal.node.data.source import DataError
+from shoal.node.data.tokenizer import Bytes, load_tokenizer
 from shoal.node.runtime.door import make_task
 from shoal.node.runtime.join import new_manifest
 from shoal.node.tasks.gpt import GPT

@@ -10,8 +10,10 @@ import sys
 
 import pytest
 
-from shoal.node.data import source as hub
-from shoal.node.data.source import DataError, HubDataset, Name, Skipped
+from shoal.node.data import hub_dataset
+from shoal.node.data.hub_dataset import HubDataset
+from shoal.node.data.hub_name import DatasetName
+from shoal.node.data.source import DataError, Skipped
 from shoal.node.task import Shard
 from shoal.node.tasks.documents import open_stream, read_documents
 
@@ -21,16 +23,16 @@ ALL = Shard(0, 1, 5)
 @pytest.mark.parametrize(
     ("data", "name"),
     [
-        ("hf:wikitext", Name("wikitext", None, "train")),
-        ("hf:owner/name", Name("owner/name", None, "train")),
-        ("hf:owner/name:validation", Name("owner/name", None, "validation")),
-        ("hf:owner/name:train[:10%]", Name("owner/name", None, "train[:10%]")),
-        ("hf:owner/name/config-1.0", Name("owner/name", "config-1.0", "train")),
-        ("hf:owner/name/config:test", Name("owner/name", "config", "test")),
+        ("hf:wikitext", DatasetName("wikitext", None, "train")),
+        ("hf:owner/name", DatasetName("owner/name", None, "train")),
+        ("hf:owner/name:validation", DatasetName("owner/name", None, "validation")),
+        ("hf:owner/name:train[:10%]", DatasetName("owner/name", None, "train[:10%]")),
+        ("hf:owner/name/config-1.0", DatasetName("owner/name", "config-1.0", "train")),
+        ("hf:owner/name/config:test", DatasetName("owner/name", "config", "test")),
     ],
 )
 def test_names(data, name):
-    assert Name.parse(data) == name
+    assert DatasetName.parse(data) == name
 
 
 @pytest.mark.parametrize(
@@ -45,7 +47,7 @@ def test_names(data, name):
 )
 def test_what_is_no_name_is_one_sentence(data, words):
     with pytest.raises(DataError, match=words) as caught:
-        Name.parse(data)
+        DatasetName.parse(data)
     assert "\n" not in str(caught.value)
 
 
@@ -56,8 +58,8 @@ def test_hub_name_is_never_a_local_folder(tmp_path, monkeypatch):
     with pytest.raises(
         DataError, match=r"folder 'owner/name' here, named as a dataset: write hf:\./owner/name"
     ):
-        Name.parse("hf:owner/name")
-    assert Name.parse("hf:./owner/name:test") == Name("./owner/name", None, "test")
+        DatasetName.parse("hf:owner/name")
+    assert DatasetName.parse("hf:./owner/name:test") == DatasetName("./owner/name", None, "test")
 
 
 def test_without_the_package_the_sentence_names_the_extra(monkeypatch):
@@ -95,7 +97,7 @@ class Stateful(Rows):
 @pytest.mark.parametrize("kind", [Rows, Stateful])
 def test_stream_continues_alike_from_any_place(monkeypatch, kind):
     """From any place on the same follows with and without a state."""
-    monkeypatch.setattr(hub, "ANCHOR_EVERY", 7)
+    monkeypatch.setattr(hub_dataset, "ANCHOR_EVERY_ROWS", 7)
     monkeypatch.setattr(
         HubDataset, "_open", lambda self: kind([{"text": f"row {i}"} for i in range(60)])
     )
@@ -141,7 +143,7 @@ def folder(tmp_path_factory):
 
 def test_folder_continues_by_its_own_state(folder, monkeypatch):
     """A folder is read by the package and continued by its own state."""
-    monkeypatch.setattr(hub, "ANCHOR_EVERY", 100)
+    monkeypatch.setattr(hub_dataset, "ANCHOR_EVERY_ROWS", 100)
     source, shard = open_stream(f"hf:{folder}", "body", Skipped()), Shard(0, 3, 5)
     whole = list(source.documents(shard, 1))
     others = [d for index in (1, 2) for _, d in source.documents(Shard(index, 3, 5), 1)]

@@ -15,19 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.node.checkpoint import store as checkpoint
-from shoal.node.data import source as module
-from shoal.node.data.reader import Bytes, Reader
-from shoal.node.data.source import (
-    HELD_OUT_ONE_IN,
-    DataError,
-    Document,
-    Listed,
-    RecordFiles,
-    Skipped,
-    belongs,
-    dealt,
-    held_out,
-)
+from shoal.node.data import record_files
+from shoal.node.data.reader import Reader
+from shoal.node.data.record_files import RecordFiles
+from shoal.node.data.sharding import HELD_OUT_ONE_IN, assigned, is_held_out, is_in_shard
+from shoal.node.data.source import DataError, Document, Listed, Skipped
+from shoal.node.data.tokenizer import Bytes
 from shoal.node.task import Shard
 from shoal.node.tasks.documents import open_stream, read_documents
 
@@ -199,7 +192,7 @@ SEED, EPOCH, OF = st.integers(0, 2**32), st.integers(0, 10_000), st.integers(1, 
 @given(NAMES, SEED, EPOCH, OF)
 def test_shards_divide_an_epoch_evenly(names, seed, epoch, of):
     """The shards of an epoch have each known document once and as many."""
-    shards = [dealt(names, Shard(index, of, seed), epoch) for index in range(of)]
+    shards = [assigned(names, Shard(index, of, seed), epoch) for index in range(of)]
     assert sorted(i for shard in shards for i in shard) == list(range(len(names)))
     assert max(map(len, shards)) - min(map(len, shards)) <= 1
 
@@ -208,17 +201,17 @@ def test_shards_divide_an_epoch_evenly(names, seed, epoch, of):
 @given(NAMES, SEED, EPOCH, OF)
 def test_each_document_of_a_stream_is_of_one_shard(names, seed, epoch, of):
     for name in names:
-        assert sum(belongs(Shard(index, of, seed), epoch, name) for index in range(of)) == 1
+        assert sum(is_in_shard(Shard(index, of, seed), epoch, name) for index in range(of)) == 1
 
 
 @settings(deadline=None, max_examples=40)
 @given(NAMES, SEED, EPOCH, OF)
 def test_the_same_again_and_wherever_the_documents_stand(names, seed, epoch, of):
     shard = Shard(of - 1, of, seed)
-    once = dealt(names, shard, epoch)
-    assert dealt(names, shard, epoch) == once
+    once = assigned(names, shard, epoch)
+    assert assigned(names, shard, epoch) == once
     backwards = names[::-1]
-    assert [backwards[i] for i in dealt(backwards, shard, epoch)] == [names[i] for i in once]
+    assert [backwards[i] for i in assigned(backwards, shard, epoch)] == [names[i] for i in once]
 
 
 @settings(deadline=None, max_examples=40)
@@ -227,10 +220,10 @@ def test_epochs_and_seeds_differ_in_order(seed, epoch):
     """Epochs and seeds differ in order and in whom they deal to."""
     names = [f"document {i}" for i in range(60)]  # 60! orders: two are the same by chance never
     here, there = Shard(0, 4, seed), Shard(0, 4, seed + 1)
-    assert dealt(names, here, epoch) != dealt(names, here, epoch + 1)
-    assert dealt(names, here, epoch) != dealt(names, there, epoch)
+    assert assigned(names, here, epoch) != assigned(names, here, epoch + 1)
+    assert assigned(names, here, epoch) != assigned(names, there, epoch)
     whose = [
-        [belongs(shard, each, name) for name in names]
+        [is_in_shard(shard, each, name) for name in names]
         for shard, each in [(here, epoch), (here, epoch + 1), (there, epoch)]
     ]
     assert whose[0] != whose[1]
@@ -239,12 +232,12 @@ def test_epochs_and_seeds_differ_in_order(seed, epoch):
 
 def test_fewer_documents_than_shards_come_to_each_in_some_epoch():
     for index in range(5):
-        assert any(dealt(["one", "two"], Shard(index, 5, 3), epoch) for epoch in range(30))
+        assert any(assigned(["one", "two"], Shard(index, 5, 3), epoch) for epoch in range(30))
 
 
 def test_a_stream_is_dealt_evenly_enough():
     counts = [
-        sum(belongs(Shard(index, 4, 7), 3, f"x:{line}") for line in range(4000))
+        sum(is_in_shard(Shard(index, 4, 7), 3, f"x:{line}") for line in range(4000))
         for index in range(4)
     ]
     assert sum(counts) == 4000
@@ -253,9 +246,9 @@ def test_a_stream_is_dealt_evenly_enough():
 
 def test_one_document_in_ten_is_held_out():
     """One document in ten is held out by its text alone."""
-    held = sum(held_out(f"text {i}".encode()) for i in range(5000))
+    held = sum(is_held_out(f"text {i}".encode()) for i in range(5000))
     assert abs(held - 5000 / HELD_OUT_ONE_IN) < 100
-    assert held_out(b"the same") == held_out(b"the same")
+    assert is_held_out(b"the same") == is_held_out(b"the same")
 
 
 FILE_ALL = Shard(0, 1, 5)
@@ -359,7 +352,7 @@ def test_what_is_no_record_is_skipped_counted_and_told_once(tmp_path, caplog):
 
 
 def test_lines_that_are_too_long_are_skipped_without_being_held(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(module, "MAX_LINE", 2**20)
+    monkeypatch.setattr(record_files, "MAX_LINE_BYTES", 2**20)
     with gzip.open(tmp_path / "bomb.jsonl.gz", "wb", compresslevel=1) as file:
         file.write(b'{"text": "before"}\n')
         for _ in range(64):
@@ -378,7 +371,7 @@ def test_lines_that_are_too_long_are_skipped_without_being_held(tmp_path, monkey
 
 
 def test_a_line_of_the_greatest_length_is_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "MAX_LINE", 40)
+    monkeypatch.setattr(record_files, "MAX_LINE_BYTES", 40)
     fits, long = [json.dumps({"text": "x" * n}) for n in (28, 29)]
     assert (len(fits), len(long)) == (40, 41)
     for end in ("\n", ""):

@@ -10,9 +10,9 @@ import sys
 import pytest
 import torch
 
-from shoal.node.data import reader
-from shoal.node.data.reader import Bytes, label, load_tokenizer
+from shoal.node.data import tokenizer
 from shoal.node.data.source import DataError
+from shoal.node.data.tokenizer import Bytes, label, load_tokenizer
 from tests.support.tokenizers_made_here import TEXT, train
 
 
@@ -49,7 +49,7 @@ def test_missing_end_token_is_a_line_end(tmp_path):
 
 
 def test_long_documents_are_cut_in_pieces(tmp_path, monkeypatch):
-    monkeypatch.setattr(reader, "PIECE", 100)
+    monkeypatch.setattr(tokenizer, "PIECE_CHARS", 100)
     made = load_tokenizer(str(train(tmp_path)))
     pieces = list(made.encode(TEXT.encode()))
     assert len(pieces) == math.ceil(len(TEXT) / 100) + 1
@@ -118,7 +118,7 @@ def test_a_damaged_or_huge_file_is_one_sentence(tmp_path, monkeypatch):
     with pytest.raises(DataError, match="cannot be loaded") as caught:
         load_tokenizer(str(file))
     assert "\n" not in str(caught.value)
-    monkeypatch.setattr(reader, "MAX_FILE", 100)
+    monkeypatch.setattr(tokenizer, "MAX_FILE_BYTES", 100)
     with pytest.raises(DataError, match="is larger than"):
         load_tokenizer(str(file))
 

@@ -13,9 +13,9 @@ import torch
 from shoal.node.checkpoint import store as checkpoint
 from shoal.node.cli.options import overrides
 from shoal.node.config.settings import load
-from shoal.node.data import source
-from shoal.node.data.reader import flags
+from shoal.node.data.sharding import is_held_out
 from shoal.node.data.source import DataError
+from shoal.node.data.task_options import local_flags
 from shoal.node.runtime.door import swarm_settings
 from shoal.node.runtime.join import new_manifest
 from shoal.node.task import Shard
@@ -110,7 +110,7 @@ def test_held_out_documents_are_never_trained_on(stream):
     task = TextTask(data=stream, **TINY)
     held = task.held_out()
     assert 3 < len(held) < 30
-    assert all(source.held_out(document.content) for document in held)
+    assert all(is_held_out(document.content) for document in held)
     seen = [
         list(task._training().documents(Shard(index, 2, seed), 0))
         for index in range(2)
@@ -290,17 +290,17 @@ def test_flags_and_options_become_settings():
 
 def test_local_nodes_get_what_the_manifest_omits():
     """Nodes of one machine are given what the manifest does not tell."""
-    assert flags("text", {"data": "a.jsonl", "tokenizer": "./tok", "width": 8}) == [
+    assert local_flags("text", {"data": "a.jsonl", "tokenizer": "./tok", "width": 8}) == [
         "--data",
         "a.jsonl",
         "--tokenizer",
         "./tok",
     ]
-    assert flags("a.py:Mine", {"data": "./x"}) == ["--data", "./x"]
+    assert local_flags("a.py:Mine", {"data": "./x"}) == ["--data", "./x"]
     assert (
-        flags("text", {"width": 8})
-        == flags("a.py:Mine", {"data": "cifar10"})
-        == flags("rl", {"letters": 3})
+        local_flags("text", {"width": 8})
+        == local_flags("a.py:Mine", {"data": "cifar10"})
+        == local_flags("rl", {"letters": 3})
         == []
     )
 
