@@ -47,9 +47,10 @@ from shoal.node.data.source import Document
 from shoal.node.runtime.join import OTHER_SEED
 from shoal.node.task import Shard
 from shoal.optim import Simulation, method_named
-from shoal.optim.exchange.averaging import GRID, Contributions
 from shoal.optim.exchange.base import Mean, RoundKey
+from shoal.optim.exchange.robust_shares import GRID
 from shoal.optim.exchange.simulation import SimulatedExchange
+from shoal.optim.exchange.update_screen import Contributions
 from shoal.swarm.exchange.robust import PATIENCE, DistanceScreen, LossCheck, Robust
 from shoal.swarm.training.factories import LossTrial
 
@@ -133,13 +134,15 @@ class Fresh(DistanceScreen):
         self._round = key.round
         return super().problem(key, own, self._key(peer), theirs)
 
-    def mean(self, me: str, fragment: int, contributions: Contributions, even: int = 0) -> Mean:
+    def mean(
+        self, me: str, fragment: int, contributions: Contributions, unweighted_count: int = 0
+    ) -> Mean:
         """As of the keys that the peers have in this round."""
         return super().mean(
             me,
             fragment,
             [(self._key(peer), weight, held) for peer, weight, held in contributions],
-            even,
+            unweighted_count,
         )
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from shoal.optim.layers import hidden_matrices
 from shoal.optim.outer.inner import Combined
 from shoal.optim.outer.sharded import local
-from shoal.optim.ranks.group import cut_like
+from shoal.optim.ranks.rank_weights import cut_like
 
 if TYPE_CHECKING:
     from torch.optim import Muon

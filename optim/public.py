@@ -7,21 +7,11 @@ from shoal.optim.codecs.adaptive import AutoCodec
 from shoal.optim.codecs.base import BFLOAT16, FLOAT16, FLOAT32, Codec
 from shoal.optim.codecs.error_feedback import ErrorFeedback
 from shoal.optim.codecs.registry import E3M0, INT8, SIGN, TOPK2, codec_named
-from shoal.optim.exchange.base import (
-    Alone,
-    Contribution,
-    Exchange,
-    Handle,
-    Mean,
-    RoundKey,
-    candidates,
-    groups,
-    order,
-    partner_of,
-    weighted_mean,
-)
+from shoal.optim.exchange.base import Alone, Contribution, Exchange, Handle, Mean, RoundKey
 from shoal.optim.exchange.distributed import Distributed
+from shoal.optim.exchange.pairing import candidates, groups, order, partner_of
 from shoal.optim.exchange.simulation import Faults, Simulation
+from shoal.optim.exchange.weighted_mean import weighted_mean
 from shoal.optim.experimental.decoupled import DecoupledDiLoCo, DecoupledRule, rda
 from shoal.optim.experimental.eager import Eager, EagerRule
 from shoal.optim.experimental.gasloc import GASLoC, GASLoCRule

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from shoal.optim.exchange.base import groups
+from shoal.optim.exchange.pairing import groups
 from shoal.swarm.membership.bucket_depth import depth_for
 from shoal.swarm.membership.records import bits_in
 

@@ -216,7 +216,7 @@ def as_lost(error: BaseException, job: Job) -> RankLostError | None:
         "torch" not in sys.modules
     ):  # it takes a second to import, and none of its collectives has been called
         return None
-    from shoal.optim.ranks.group import lost
+    from shoal.optim.ranks.lost_rank import lost
 
     if (first := lost(error)) is None:
         return None

@@ -36,19 +36,10 @@ from torch._C._distributed_c10d import PrefixStore
 
 from shoal.optim.codecs.base import FLOAT32, Codec, all_finite
 from shoal.optim.codecs.mod4 import check_no_pair, for_pairs
-from shoal.optim.exchange.base import (
-    Contribution,
-    Exchange,
-    Handle,
-    Mean,
-    NoPartner,
-    RoundKey,
-    groups,
-)
-from shoal.optim.exchange.gloo_groups import (
-    GIVEN_UP,
-    GlooGroups,
-    Payload,
+from shoal.optim.exchange.base import Contribution, Exchange, Handle, Mean, NoPartner, RoundKey
+from shoal.optim.exchange.gloo_groups import GIVEN_UP, GlooGroups, Payload
+from shoal.optim.exchange.pairing import groups
+from shoal.optim.exchange.store_consensus import (
     ProcessCoordinates,
     RoundTicket,
     StoreConsensus,
@@ -238,7 +229,9 @@ class Distributed(Exchange):
             return NoPartner()
         state = tuple(contribution.state) if self.compares else ()
         offer = _offer(payload, weight, state)
-        return self._begin(key, offer, replace(payload, even=contribution.even))
+        return self._begin(
+            key, offer, replace(payload, unweighted_count=contribution.unweighted_count)
+        )
 
     def absent(self, key: RoundKey) -> None:
         """Stay out of this round, and inform the others, so that they do not wait."""

@@ -24,8 +24,11 @@ from torch import Tensor
 
 from shoal.optim.codecs.base import Codec, Shape
 from shoal.optim.codecs.mod4 import PairMessage, Reading, check_no_pair, for_pairs
-from shoal.optim.exchange.averaging import TRUSTING, UpdateScreen, mean_of, pair_mean
-from shoal.optim.exchange.base import Contribution, Exchange, Handle, Mean, RoundKey, common, groups
+from shoal.optim.exchange.averaging import mean_of, pair_mean
+from shoal.optim.exchange.base import Contribution, Exchange, Handle, Mean, RoundKey
+from shoal.optim.exchange.common_mean import common_mean
+from shoal.optim.exchange.pairing import groups
+from shoal.optim.exchange.update_screen import TRUSTING, UpdateScreen
 
 T = TypeVar("T")
 
@@ -228,7 +231,7 @@ class Simulation(Generic[T]):
         if (key, group[0]) in self._messages:
             self._read(group, key)
         held = {place: self._held(place, group, key) for place in range(len(group))}
-        mean, takers = common(held)
+        mean, takers = common_mean(held)
         members = tuple(p for at, p in enumerate(group) if mean >> at & 1)
         for place, peer in enumerate(group):
             self._decided[key, peer] = group
@@ -329,19 +332,28 @@ class SimulatedExchange(Exchange):
         simulation._posted[key, self.peer] = (at, contribution.weight, arrived)
         heapq.heappush(simulation._events, at)
         return _SimulatedHandle(
-            simulation, self.peer, key, simulation.now + simulation.wait, contribution.even
+            simulation,
+            self.peer,
+            key,
+            simulation.now + simulation.wait,
+            contribution.unweighted_count,
         )
 
 
 class _SimulatedHandle(Handle):
     def __init__(
-        self, simulation: Simulation[Any], peer: str, key: RoundKey, until: float, even: int
+        self,
+        simulation: Simulation[Any],
+        peer: str,
+        key: RoundKey,
+        until: float,
+        unweighted_count: int,
     ) -> None:
         self.simulation = simulation
         self.peer = peer
         self.key = key
         self.until = until
-        self.even = even
+        self.unweighted_count = unweighted_count
         self._mean: Mean | None = None
 
     def done(self) -> bool:
@@ -380,7 +392,9 @@ class _SimulatedHandle(Handle):
         if contributions:
             screen = simulation._screen(self.peer, key)
             codec = simulation._codecs[key, self.peer]
-            mean = mean_of(screen, codec, self.peer, key.fragment, contributions, self.even)
+            mean = mean_of(
+                screen, codec, self.peer, key.fragment, contributions, self.unweighted_count
+            )
             self._mean = replace(mean, states=simulation._compared(group, key))
         return self._mean
 
@@ -405,7 +419,7 @@ class _SimulatedHandle(Handle):
                 (me, weights[0], mine),
                 (other, weights[1], read),
                 refused,
-                self.even,
+                self.unweighted_count,
             )
         simulation._release(simulation._decided[key, me], me, key)
         return self._mean

@@ -60,7 +60,7 @@ class GASLoCRule:
         """Return u."""
         return [s.lerp(f, self.lr) for s, f in zip(slow, fast, strict=True)]
 
-    def even(self, count: int) -> int:
+    def unweighted_count(self, count: int) -> int:
         return count
 
     def apply(

@@ -49,7 +49,7 @@ class Sent:
     """Averaged buffers, which follow the contribution."""
     weight: float
     """0: this peer listens, or is out of the round (``PendingExchange.absent``)."""
-    even: int = 0
+    unweighted_count: int = 0
     """How many of the first tensors need a plain mean, whatever the weights."""
     state: tuple[float, ...] = ()
     """The sketch of the slow weights, if the exchange ``compares``."""
@@ -161,7 +161,7 @@ class PendingExchange:
             "fragment": self.fragment,
             "weight": self.sent.weight,
             "counts": self.context.weight,
-            "even": self.sent.even,
+            "even": self.sent.unweighted_count,
             "state": list(self.sent.state),
             "settings": [[_settings(rule), list(places)] for rule, places in self.rules],
             "step": self.step,

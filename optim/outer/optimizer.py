@@ -29,16 +29,8 @@ from torch import Tensor
 from shoal.optim.codecs.base import BufferTailCodec
 from shoal.optim.codecs.mod4 import Mod4Codec
 from shoal.optim.device import accelerator_of, to_device, to_host, uncompiled
-from shoal.optim.exchange.base import (
-    Contribution,
-    Exchange,
-    Handle,
-    Mean,
-    NoPartner,
-    OnDemand,
-    RoundKey,
-    differences,
-)
+from shoal.optim.exchange.base import Contribution, Exchange, Handle, Mean, NoPartner, RoundKey
+from shoal.optim.exchange.on_demand import OnDemand, differences
 from shoal.optim.outer.agreement import sources
 from shoal.optim.outer.in_flight import FragmentState, PendingExchange, RoundInfo, Sent
 from shoal.optim.outer.inner_step import accumulates, initialises, step_unless_overflow
@@ -300,14 +292,18 @@ class OuterOptimizer(SavedState):
         if not at_once:  # otherwise nothing that it is made of changes before its mean is applied
             contribution = self._detached(contribution)
         first_rule = rules[0][0]
-        even = first_rule.even(len(contribution)) if isinstance(first_rule, AveragesEvenly) else 0
+        unweighted_count = (
+            first_rule.unweighted_count(len(contribution))
+            if isinstance(first_rule, AveragesEvenly)
+            else 0
+        )
         compared = self.anchored and self.exchange.compares
         shown = self._weights.sketch(part) if compared else ()
         pending = PendingExchange(
             weights=self._weights,
             part=part,
             context=context,
-            sent=Sent(contribution, tail, 0.0 if listens else weight, even, shown),
+            sent=Sent(contribution, tail, 0.0 if listens else weight, unweighted_count, shown),
             rules=rules,
             step=self.steps,
             position=self.position,
@@ -340,7 +336,7 @@ class OuterOptimizer(SavedState):
             whole = OnDemand(whole)
         tensors = whole.rounded(torch.float32).joined(sent.tail)
         pending.handle = self.exchange.start(
-            Contribution(key, tensors, sent.weight, codec, sent.even, sent.state)
+            Contribution(key, tensors, sent.weight, codec, sent.unweighted_count, sent.state)
         )
 
     def _weigh(self, fragment: FragmentState) -> float:

@@ -120,7 +120,7 @@ class Rule(Protocol):
 class AveragesEvenly(Protocol):
     """Rule of which some tensors need a plain mean, whatever the members' weights."""
 
-    def even(self, count: int) -> int:
+    def unweighted_count(self, count: int) -> int:
         """Return how many of the first tensors of a contribution of ``count`` these are."""
         ...
 

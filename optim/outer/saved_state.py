@@ -328,7 +328,7 @@ class SavedState(OuterState):
             contribution=[tensor.to(like, copy=True) for tensor in tensors["sent"]],
             tail=tensors["tail"],
             weight=float(facts["weight"]),
-            even=facts["even"],
+            unweighted_count=facts["even"],
             state=tuple(facts["state"]),
         )
         return PendingExchange(

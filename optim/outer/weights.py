@@ -270,7 +270,7 @@ class ModelWeights:
         return torch.empty(shape, dtype=dtype, device=self._place)
 
     # Peers of several processes, each with a part of the weights, have others of what follows
-    # (`shoal.optim.ranks.group.RankWeights`). Here one process has all.
+    # (`shoal.optim.ranks.rank_weights.RankWeights`). Here one process has all.
 
     dealt = False
     """True if each of several processes has whole tensors of some parameters."""

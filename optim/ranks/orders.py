@@ -25,7 +25,9 @@ from shoal.optim.outer.checks import check_given, check_record, groups_of
 from shoal.optim.outer.in_flight import Record
 from shoal.optim.outer.rule import State
 from shoal.optim.outer.saved_state import SavedState
-from shoal.optim.ranks.group import RankFailed, RankGroup, RankLost, RankWeights, cut_like
+from shoal.optim.ranks.group import RankGroup
+from shoal.optim.ranks.lost_rank import RankFailed, RankLost
+from shoal.optim.ranks.rank_weights import RankWeights, cut_like
 
 if TYPE_CHECKING:
     from shoal.optim.outer.optimizer import OuterOptimizer

@@ -29,7 +29,8 @@ from shoal.optim.codecs.base import BufferTailCodec, Shape
 from shoal.optim.exchange.base import Contribution, Exchange, Handle, Mean, RoundKey
 from shoal.optim.outer.rule import SendsValues
 from shoal.optim.outer.state import OuterState
-from shoal.optim.ranks.group import RankGroup, RankWeights, in_thread
+from shoal.optim.ranks.group import RankGroup, in_thread
+from shoal.optim.ranks.rank_weights import RankWeights
 from shoal.optim.schedule.round_length import RoundLength, Steps
 from shoal.optim.schedule.schedules import Schedule
 

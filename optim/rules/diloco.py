@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from torch import Tensor
 
-from shoal.optim.exchange.base import Exchange, OnDemand, differences
+from shoal.optim.exchange.base import Exchange
+from shoal.optim.exchange.on_demand import OnDemand, differences
 from shoal.optim.outer.inner import Inner
 from shoal.optim.outer.optimizer import OuterOptimizer
 from shoal.optim.outer.options import Options

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from shoal.optim.exchange.base import Exchange, OnDemand
+from shoal.optim.exchange.base import Exchange
+from shoal.optim.exchange.on_demand import OnDemand
 from shoal.optim.methods import DEFAULT_LAG
 from shoal.optim.outer.contribution_weight import equal
 from shoal.optim.outer.inner import Inner
@@ -84,7 +85,7 @@ class NoLoCoRule:
             return OnDemand(fast)
         return OnDemand([*slow, *zip(slow, fast, strict=True)])
 
-    def even(self, count: int) -> int:
+    def unweighted_count(self, count: int) -> int:
         return 0 if self.sends_weights_only else count // 2
 
     def apply(

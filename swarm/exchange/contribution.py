@@ -42,16 +42,9 @@ from torch import Tensor
 from shoal.optim.codecs.base import FLOAT32, Codec, FloatCodec, Shape, all_finite, buffer
 from shoal.optim.codecs.mod4 import PairMessage, Reading, for_pairs
 from shoal.optim.device import give_freed_back
-from shoal.optim.exchange.averaging import TRUSTING, UpdateScreen
-from shoal.optim.exchange.base import (
-    Contribution,
-    Exchange,
-    Handle,
-    Mean,
-    OnDemand,
-    RoundKey,
-    slabs,
-)
+from shoal.optim.exchange.base import Contribution, Exchange, Handle, Mean, RoundKey
+from shoal.optim.exchange.on_demand import OnDemand, slabs
+from shoal.optim.exchange.update_screen import TRUSTING, UpdateScreen
 from shoal.optim.parameters import AveragedParameters
 from shoal.swarm.errors import MessageError, NetworkError, printable
 from shoal.swarm.exchange.context import PairRounds, RoundEvidence, RoundTracker, TrainingTime
@@ -187,7 +180,7 @@ class EncodedContribution:
     shapes: tuple[Shape, ...]
     codec: Codec
     weight: float
-    even: int = 0
+    unweighted_count: int = 0
     """How many of the first tensors get a plain mean, whatever the weights; the same at all peers
     of the method.
     """
@@ -243,7 +236,7 @@ def encode_contribution(swarm: str, contribution: Contribution) -> EncodedContri
         data = codec.encode([tensor.float() for tensor in tensors])
         payload = Payload(data.numel(), lambda: data, lambda: codec.decode(data, shapes))
     weight = min(float(contribution.weight), MAX_WEIGHT)
-    return EncodedContribution(key, payload, shapes, codec, weight, contribution.even)
+    return EncodedContribution(key, payload, shapes, codec, weight, contribution.unweighted_count)
 
 
 def model_digest(parameters: AveragedParameters) -> str:

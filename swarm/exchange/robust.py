@@ -88,16 +88,17 @@ from typing import Literal
 
 from torch import Tensor
 
-from shoal.optim.exchange.averaging import (
+from shoal.optim.exchange.base import Mean, RoundKey
+from shoal.optim.exchange.on_demand import held_at_once
+from shoal.optim.exchange.robust_shares import (
     GRID,
-    Contributions,
-    UpdateScreen,
     centered_clip,
     clipped_gossip,
     norms,
     squared_distances,
 )
-from shoal.optim.exchange.base import Mean, RoundKey, combined, held_at_once, weighted_mean
+from shoal.optim.exchange.update_screen import Contributions, UpdateScreen
+from shoal.optim.exchange.weighted_mean import combined, weighted_mean
 from shoal.swarm.internal_errors import TrialError
 from shoal.swarm.p2p.newest import Newest
 
@@ -367,10 +368,12 @@ class DistanceScreen(UpdateScreen):
             return COLD[self._sends] * norm
         return max((self.suspect or 3.0) * usual, norm if self._sends == "displacement" else 0.0)
 
-    def mean(self, me: str, fragment: int, contributions: Contributions, even: int = 0) -> Mean:
+    def mean(
+        self, me: str, fragment: int, contributions: Contributions, unweighted_count: int = 0
+    ) -> Mean:
         """Return the weighted mean, or the robust rule's replacement for it."""
         if self.robust == "none":
-            return weighted_mean(contributions, even)
+            return weighted_mean(contributions, unweighted_count)
         held = ((peer, weight, held_at_once(tensors)) for peer, weight, tensors in contributions)
         everyone = sorted(held, key=lambda item: item[0])
         # A peer of weight 0 does not move the others; it takes over their result, in a pair within

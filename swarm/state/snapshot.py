@@ -17,7 +17,7 @@ from blake3 import blake3
 from torch import Tensor
 
 from shoal.optim.codecs.base import FLOAT32, Shape
-from shoal.optim.exchange.base import OnDemand
+from shoal.optim.exchange.on_demand import OnDemand
 from shoal.swarm.exchange.contribution import BorrowedPayload
 from shoal.swarm.state.spool import Spool, SpooledTensors, spool_for
 from shoal.swarm.wire.envelope import CHUNK, pack, pack_shapes

@@ -20,8 +20,8 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 from shoal.optim import Alone, Ranks
-from shoal.optim.exchange.averaging import TRUSTING, UpdateScreen
 from shoal.optim.exchange.base import Contribution, Exchange, Handle, Mean, NoPartner
+from shoal.optim.exchange.update_screen import TRUSTING, UpdateScreen
 from shoal.optim.outer.optimizer import OuterOptimizer
 from shoal.swarm.errors import NetworkError
 from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext, TrainingTime

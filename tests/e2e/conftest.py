@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from shoal.optim.exchange.base import rank
+from shoal.optim.exchange.pairing import rank
 from tests.support.shoal_commands import Forks, Shoal
 from tests.support.waiting import LIMIT_S, until
 

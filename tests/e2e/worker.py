@@ -25,8 +25,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from bench._attacks import ATTACKS, Scene
 from shoal.node.checkpoint.writer import CheckpointWriter
 from shoal.optim import NoLoCo, RoundKey, codec_named
-from shoal.optim.exchange.averaging import TRUSTING
 from shoal.optim.exchange.base import Contribution
+from shoal.optim.exchange.update_screen import TRUSTING
 from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext, TrainingTime
 from shoal.swarm.exchange.group.exchange import GroupExchange
 from shoal.swarm.exchange.group.leader import DecisionLog

@@ -9,7 +9,7 @@ import sharded_jobs as jobs
 import torch
 
 from shoal.optim import Faults, Simulation
-from shoal.optim.exchange.base import groups
+from shoal.optim.exchange.pairing import groups
 
 JOBS = Path(jobs.__file__)
 

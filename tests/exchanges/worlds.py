@@ -27,7 +27,7 @@ import script
 import torch.distributed as dist
 
 from shoal.optim import Faults, Simulation, partner_of
-from shoal.optim.exchange.base import order
+from shoal.optim.exchange.pairing import order
 from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext, TrainingTime
 from shoal.swarm.exchange.group.exchange import GroupExchange
 from shoal.swarm.exchange.pair.exchange import PairExchange

@@ -168,7 +168,7 @@ OWN = {
     "node/verify/history.py:EvidenceFile.series",
     "node/verify/history.py:EvidenceFile.claims",
     "optim/codecs/base.py:buffer",
-    "optim/exchange/gloo_groups.py:StoreConsensus._offered",
+    "optim/exchange/store_consensus.py:StoreConsensus._offered",
     "optim/outer/torch_form.py:TorchForm._read",
     "optim/ranks/orders.py:Channel.send",
     "optim/ranks/orders.py:Channel.receive",

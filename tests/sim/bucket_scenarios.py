@@ -14,7 +14,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-from shoal.optim.exchange.base import partner_of
+from shoal.optim.exchange.pairing import partner_of
 from shoal.swarm.membership.bucket_index import READ_AHEAD_S
 from shoal.swarm.membership.directory import PERIOD_S, TTL_S
 from shoal.swarm.membership.records import bits_in, bucket_prefix

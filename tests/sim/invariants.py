@@ -25,7 +25,8 @@ from typing import Any
 
 import torch
 
-from shoal.optim.exchange.base import Mean, weighted_mean
+from shoal.optim.exchange.base import Mean
+from shoal.optim.exchange.weighted_mean import weighted_mean
 from shoal.swarm.exchange.group.exchange import GroupExchange
 from tests.sim.faults import FaultInjector
 from tests.sim.isolation import ErrorCollector

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from shoal.optim.codecs.base import BufferTailCodec
 from shoal.optim.codecs.mod4 import Mod4Codec
-from shoal.optim.exchange.averaging import UpdateScreen
 from shoal.optim.exchange.base import Contribution, Mean, RoundKey
+from shoal.optim.exchange.update_screen import UpdateScreen
 from shoal.optim.outer.optimizer import ROUNDS_PER_EXCHANGE
 from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext
 from shoal.swarm.exchange.contribution import ExchangeHandle

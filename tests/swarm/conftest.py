@@ -4,7 +4,7 @@ that can be cut off at will.
 
 import pytest
 
-from shoal.optim.exchange.base import order
+from shoal.optim.exchange.pairing import order
 from tests.support.fake_network import GroupPeer, Network
 from tests.support.waiting import until
 

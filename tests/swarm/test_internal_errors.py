@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from shoal.optim.codecs.base import FLOAT32
-from shoal.optim.exchange.averaging import UpdateScreen
 from shoal.optim.exchange.base import Contribution, RoundKey
+from shoal.optim.exchange.update_screen import UpdateScreen
 from shoal.swarm.errors import ShoalError
 from shoal.swarm.exchange.robust import DistanceScreen, LossCheck
 from shoal.swarm.internal_errors import TRACEBACKS, InternalErrors

@@ -36,8 +36,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shoal.optim.codecs.mod4 import check_no_pair
-from shoal.optim.exchange.averaging import TRUSTING, UpdateScreen
 from shoal.optim.exchange.base import Contribution, RoundKey
+from shoal.optim.exchange.update_screen import TRUSTING, UpdateScreen
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext, RoundTracker, TrainingTime
 from shoal.swarm.exchange.contribution import (

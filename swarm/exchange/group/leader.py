@@ -27,7 +27,8 @@ from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from shoal.optim.exchange.base import common, order
+from shoal.optim.exchange.common_mean import common_mean
+from shoal.optim.exchange.pairing import order
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.exchange.context import PeerContext, RoundTracker, TrainingTime
 from shoal.swarm.exchange.contribution import BARRED
@@ -323,7 +324,7 @@ class GroupCommit:
             for place, member in enumerate(self._members.values())
             if nonce in member.held and not member.gone
         }
-        mean, takers = common(held)
+        mean, takers = common_mean(held)
         log.info(
             "of a group of %d, %d are in the mean and %d take it",
             len(self._members),

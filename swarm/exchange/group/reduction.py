@@ -36,8 +36,9 @@ import torch
 from torch import Tensor
 
 from shoal.optim.codecs.base import FloatCodec, all_finite, buffer
-from shoal.optim.exchange.averaging import UpdateScreen, mean_of
+from shoal.optim.exchange.averaging import mean_of
 from shoal.optim.exchange.base import Mean
+from shoal.optim.exchange.update_screen import UpdateScreen
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.exchange.context import ANSWERED, KeptStreams, answer_all
 from shoal.swarm.exchange.contribution import EncodedContribution, ExchangeAttempt
@@ -196,7 +197,7 @@ class Gathered:
                         self.me,
                         mine.key.fragment,
                         contributions,
-                        mine.even,
+                        mine.unweighted_count,
                     )
                 )
             return self._means[0]
@@ -379,7 +380,9 @@ class AllReduce:
         # A node whose contribution cannot be all-reduced reports that it holds nothing, and the
         # leader gathers.
         self._dtype = (
-            mine.codec.dtype if isinstance(mine.codec, FloatCodec) and not mine.even else None
+            mine.codec.dtype
+            if isinstance(mine.codec, FloatCodec) and not mine.unweighted_count
+            else None
         )
         self._callers: dict[str, asyncio.Future[Stream]] = {}
         """The streams on which the other members send this node its share."""

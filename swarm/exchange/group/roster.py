@@ -12,7 +12,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from shoal.optim.exchange.base import counted_weights, order
+from shoal.optim.exchange.pairing import order
+from shoal.optim.exchange.weighted_mean import counted_weights
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.exchange.context import PassedOver, PeerContext, RoundEvidence
 from shoal.swarm.exchange.contribution import EncodedContribution

@@ -32,7 +32,8 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
-from shoal.optim.exchange.base import RoundKey, candidates, groups, partner_of, rank
+from shoal.optim.exchange.base import RoundKey
+from shoal.optim.exchange.pairing import candidates, groups, partner_of, rank
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.exchange.context import (
     ANSWERED,

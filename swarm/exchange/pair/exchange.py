@@ -62,8 +62,9 @@ from collections.abc import Callable, Mapping
 from itertools import islice
 
 from shoal.optim.codecs.mod4 import Reading, for_pairs
-from shoal.optim.exchange.averaging import TRUSTING, UpdateScreen, mean_of, pair_mean
+from shoal.optim.exchange.averaging import mean_of, pair_mean
 from shoal.optim.exchange.base import Contribution, Mean
+from shoal.optim.exchange.update_screen import TRUSTING, UpdateScreen
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.exchange.context import (
     OVERLAPPED_S,
@@ -412,9 +413,11 @@ class Averaged:
                 (me, mine.weight, mine.payload.message),
                 (theirs.peer, theirs.weight, theirs.values),
             )
-            return pair_mean(self._screen, fragment, own, other, theirs.refused, mine.even)
+            return pair_mean(
+                self._screen, fragment, own, other, theirs.refused, mine.unweighted_count
+            )
         contributions = [
             (me, mine.weight, mine.payload.tensors()),
             (theirs.peer, theirs.weight, theirs.values),
         ]
-        return mean_of(self._screen, mine.codec, me, fragment, contributions, mine.even)
+        return mean_of(self._screen, mine.codec, me, fragment, contributions, mine.unweighted_count)

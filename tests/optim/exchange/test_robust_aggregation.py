@@ -11,15 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.optim import DiLoCo, Eager, GASLoC, LocalSGD, NoLoCo, Simulation, weighted_mean
-from shoal.optim.exchange.averaging import (
-    CUTOFF,
+from shoal.optim.exchange.robust_shares import (
     GRID,
+    MAX_DISTANCE_IN_MEDIANS,
     centered_clip,
     clipped_gossip,
     norms,
     squared_distances,
 )
-from shoal.optim.exchange.base import MOST, counted_weights
+from shoal.optim.exchange.weighted_mean import MAX_MEDIANS, counted_weights
 
 SEEDS = st.integers(0, 2**32 - 1)
 SHAPES = [(3, 4), (50,), (), (0,)]
@@ -164,7 +164,7 @@ def test_equal_contributions_and_a_stranger():
     same = [[torch.ones(5)] for _ in range(3)]
     assert centered_clip(squared_distances(same), 1.0) == [1, 1, 1]
     assert centered_clip(squared_distances([*same, [torch.zeros(5)]]), 1.0) == [1, 1, 1, 0]
-    far = [[torch.full((5,), float(value))] for value in (1, 2, 3, 4 * CUTOFF)]
+    far = [[torch.full((5,), float(value))] for value in (1, 2, 3, 4 * MAX_DISTANCE_IN_MEDIANS)]
     assert centered_clip(squared_distances(far), 1.0)[3] == 0
 
 
@@ -186,7 +186,7 @@ LIES = (1e30, 1e-30, 1e300)
 def test_no_weight_is_more_than_four_times_the_median(stated):
     counted, limit = counted_weights(stated)
     positive = [weight for weight in stated if weight]
-    assert limit == MOST * (median_low(positive) if positive else 1.0)
+    assert limit == MAX_MEDIANS * (median_low(positive) if positive else 1.0)
     assert counted == (
         [min(weight, limit) for weight in stated] if positive else [1.0] * len(stated)
     )
@@ -197,9 +197,9 @@ def test_a_minority_cannot_own_a_mean(honest, data):
     lies = data.draw(st.lists(st.sampled_from(LIES), min_size=1, max_size=(len(honest) - 1) or 1))
     counted, _ = counted_weights([*honest, *lies])
     share = sum(counted[len(honest) :]) / sum(counted)
-    assert share <= MOST * len(lies) / (MOST * len(lies) + len(honest) / 10)
+    assert share <= MAX_MEDIANS * len(lies) / (MAX_MEDIANS * len(lies) + len(honest) / 10)
     if len(honest) == len(lies) == 1:
-        assert share <= MOST / (MOST + 1)
+        assert share <= MAX_MEDIANS / (MAX_MEDIANS + 1)
 
 
 @pytest.mark.parametrize("lie", LIES)
@@ -220,7 +220,10 @@ def test_the_first_tensors_get_a_plain_mean():
         ("a", 3.0, [torch.tensor(1.0), torch.tensor(1.0)]),
         ("b", 1.0, [torch.tensor(5.0), torch.tensor(5.0)]),
     ]
-    assert [tensor.item() for tensor in weighted_mean(parts, even=1).tensors] == [3.0, 2.0]
+    assert [tensor.item() for tensor in weighted_mean(parts, unweighted_count=1).tensors] == [
+        3.0,
+        2.0,
+    ]
 
 
 def moved(method, lie, *, size, steps=40, peers=6, **options):
@@ -259,7 +262,9 @@ def moved(method, lie, *, size, steps=40, peers=6, **options):
 def test_stated_weight_has_bounded_influence(method, size, most, lie):
     """A stated weight moves the others no further than four honest peers would."""
     assert moved(method, lie, size=size) <= most
-    assert moved(method, MOST, size=size) == pytest.approx(moved(method, 1e30, size=size), abs=1e-6)
+    assert moved(method, MAX_MEDIANS, size=size) == pytest.approx(
+        moved(method, 1e30, size=size), abs=1e-6
+    )
 
 
 def test_rule_is_told_the_counted_share():

@@ -26,15 +26,9 @@ from shoal.optim import (
     weighted_mean,
 )
 from shoal.optim.codecs.base import BFLOAT16, FLOAT16, FLOAT32
-from shoal.optim.exchange.base import (
-    SLAB,
-    Contribution,
-    OnDemand,
-    combined,
-    counted_weights,
-    differences,
-    slabs,
-)
+from shoal.optim.exchange.base import Contribution
+from shoal.optim.exchange.on_demand import SLAB_VALUES, OnDemand, differences, slabs
+from shoal.optim.exchange.weighted_mean import combined, counted_weights
 
 PEERS = ["a", "b", "c", "d", "e"]
 WAIT = 3.0
@@ -459,7 +453,7 @@ def test_the_mean_of_an_equal_pair_is_correctly_rounded(pair):
     assert mean.members == ("a", "b")
 
 
-SHAPES = [(3, 5), (), (SLAB + 7,), (0,), (2, 2)]
+SHAPES = [(3, 5), (), (SLAB_VALUES + 7,), (0,), (2, 2)]
 
 
 def made(seed, dtype=torch.float32):
@@ -475,7 +469,7 @@ def test_a_difference_has_the_same_values_whole_and_in_pieces(dtype):
     assert all(torch.equal(a, b) and a.dtype == dtype for a, b in zip(lazy, whole, strict=True))
     pieces = [[] for _ in whole]
     for place, start, stop in slabs(lazy):
-        assert stop - start <= SLAB
+        assert stop - start <= SLAB_VALUES
         pieces[place].append(lazy.values(place, start, stop))
     for found, tensor in zip(pieces, whole, strict=True):
         assert torch.equal(
@@ -496,8 +490,8 @@ def test_taken_slices_are_computed_lazily():
     "weights", [(1.0, 1.0, 1.0), (3.0, 1.0, 0.5), (1.0, 0.0, 2.0), (0.0, 0.0, 0.0)]
 )
 @pytest.mark.parametrize("lender", ["a", "b", "c"])
-@pytest.mark.parametrize("even", [0, 2])
-def test_mean_of_lent_tensors_changes_none(weights, lender, even):
+@pytest.mark.parametrize("unweighted_count", [0, 2])
+def test_mean_of_lent_tensors_changes_none(weights, lender, unweighted_count):
     """A mean of lent tensors has the bits of a plain one and changes none of them."""
     names = "abc"
     plain = weighted_mean(
@@ -505,14 +499,14 @@ def test_mean_of_lent_tensors_changes_none(weights, lender, even):
             (name, weight, made(number))
             for number, (name, weight) in enumerate(zip(names, weights, strict=True))
         ],
-        even,
+        unweighted_count,
     )
     own = made(names.index(lender))
     given = [
         (name, weight, OnDemand(own) if name == lender else made(number))
         for number, (name, weight) in enumerate(zip(names, weights, strict=True))
     ]
-    mean = weighted_mean(given, even)
+    mean = weighted_mean(given, unweighted_count)
     assert (mean.members, mean.weight, mean.counted, mean.limit) == (
         plain.members,
         plain.weight,

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from shoal.optim import FLOAT32, Distributed
 from shoal.optim.exchange.base import Mean
-from shoal.optim.exchange.gloo_groups import (
+from shoal.optim.exchange.store_consensus import (
     ProcessCoordinates,
     RoundTicket,
     StoreConsensus,

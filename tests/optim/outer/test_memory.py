@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from shoal.optim import CO2, DiLoCo, NoLoCo, StreamingDiLoCo
-from shoal.optim.exchange.base import Alone, Exchange, NoPartner, OnDemand
+from shoal.optim.exchange.base import Alone, Exchange, NoPartner
+from shoal.optim.exchange.on_demand import OnDemand
 from shoal.optim.outer.weights import in_file
 
 

@@ -35,7 +35,8 @@ from shoal.optim import (
     method_named,
     weighted_mean,
 )
-from shoal.optim.exchange.base import Exchange, Handle, counted_weights
+from shoal.optim.exchange.base import Exchange, Handle
+from shoal.optim.exchange.weighted_mean import counted_weights
 from shoal.optim.outer.agreement import sources
 
 SPEEDS = {
@@ -79,7 +80,7 @@ def one_round(rule, slow, states, weights, met, moved):
         sent = {i: [tensor.clone() for tensor in tensors] for i, tensors in sent.items()}
         for i in members:
             parts = [(str(j), weights[j], [tensor.clone() for tensor in sent[j]]) for j in members]
-            mean = weighted_mean(parts, rule.even(len(sent[i])))
+            mean = weighted_mean(parts, rule.unweighted_count(len(sent[i])))
             rule.apply(
                 slow[i],
                 fast[i],
@@ -477,8 +478,8 @@ class Doubts:
     def problem(self, key, own, peer, theirs):
         return "it is p1" if peer == "p1" and key.round == 3 else None
 
-    def mean(self, me, fragment, contributions, even=0):
-        return weighted_mean(contributions, even)
+    def mean(self, me, fragment, contributions, unweighted_count=0):
+        return weighted_mean(contributions, unweighted_count)
 
 
 @pytest.mark.thinned(3)

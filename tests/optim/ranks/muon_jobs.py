@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from shoal.optim import muon
-from shoal.optim.ranks.group import cut_like
+from shoal.optim.ranks.rank_weights import cut_like
 
 STEPS = 3
 UNEVEN = [(7, 5), (5, 4), (4, 1), (1, 3), (3, 6), (6, 2)]

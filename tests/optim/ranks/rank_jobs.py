@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shoal.optim import Alone, Distributed, Seconds, codec_named, method_named, muon
 from shoal.optim.exchange.base import Exchange, Handle
-from shoal.optim.ranks.group import RankLost, cut_like
+from shoal.optim.ranks.lost_rank import RankLost
 from shoal.optim.ranks.orders import (
     adopt,
     load_whole,
@@ -29,6 +29,7 @@ from shoal.optim.ranks.orders import (
     whole_slow_of,
     whole_state,
 )
+from shoal.optim.ranks.rank_weights import cut_like
 from shoal.optim.ranks.ranks import Ranks
 
 STEPS, BATCH = 12, 8
@@ -366,7 +367,7 @@ def relay(dtype, kinds, method="streaming"):
 
 def dies(kind):
     """Let rank 1 die when it is to take its part of the second mean. Return what the others see."""
-    from shoal.optim.ranks import group as module
+    from shoal.optim.ranks import rank_weights as module
 
     exchange = Alone() if dist.get_rank() == 1 else Distributed(groups()["peers"], wait=5.0)
     if dist.get_rank() == 2:

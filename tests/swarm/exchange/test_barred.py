@@ -4,7 +4,7 @@ know it or not.
 
 import pytest
 
-from shoal.optim.exchange.base import partner_of
+from shoal.optim.exchange.pairing import partner_of
 from shoal.swarm.exchange.pair.calls import Step
 from tests.support.pair_peers import Peer, value
 

@@ -7,7 +7,8 @@ import torch
 
 from shoal.optim.codecs.base import BFLOAT16, FLOAT16, FLOAT32
 from shoal.optim.codecs.registry import codec_named
-from shoal.optim.exchange.base import Contribution, OnDemand, RoundKey, differences
+from shoal.optim.exchange.base import Contribution, RoundKey
+from shoal.optim.exchange.on_demand import OnDemand, differences
 from shoal.swarm.exchange.context import ExchangeTimeouts
 from shoal.swarm.exchange.contribution import (
     BorrowedPayload,

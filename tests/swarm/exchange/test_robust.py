@@ -9,8 +9,9 @@ import torch
 
 from shoal.optim import FLOAT32, RoundKey, weighted_mean
 from shoal.optim.codecs.registry import codec_named
-from shoal.optim.exchange.averaging import GRID, UpdateScreen
 from shoal.optim.exchange.base import Contribution
+from shoal.optim.exchange.robust_shares import GRID
+from shoal.optim.exchange.update_screen import UpdateScreen
 from shoal.swarm.exchange.context import ExchangeTimeouts
 from shoal.swarm.exchange.robust import (
     FIRST,
@@ -38,7 +39,7 @@ class Choosy:
         )
         return "it is bad" if theirs[0].flatten()[0].item() == self.bad else None
 
-    def mean(self, me, fragment, contributions, even=0):
+    def mean(self, me, fragment, contributions, unweighted_count=0):
         mean = weighted_mean(contributions)
         mean.tensors[0].add_(100.0)
         return mean
@@ -86,7 +87,9 @@ def test_each_side_applies_its_own_defence(two):
     """Each side of a pair takes what its own defence makes of it."""
     _, make = two
     gentle = Choosy()
-    gentle.mean = lambda me, fragment, contributions, even=0: weighted_mean(contributions)
+    gentle.mean = lambda me, fragment, contributions, unweighted_count=0: weighted_mean(
+        contributions
+    )
     assert make(gentle, Choosy())(1.0, 3.0) == [2.0, 102.0]
 
 

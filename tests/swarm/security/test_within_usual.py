@@ -50,6 +50,6 @@ def test_huge_stated_weight_is_bounded_undefended(method, monkeypatch):
         "p6",
         "p7",
     }
-    monkeypatch.setattr("shoal.optim.exchange.base.MOST", 1e40)  # believed
+    monkeypatch.setattr("shoal.optim.exchange.weighted_mean.MAX_MEDIANS", 1e40)  # believed
     believed, _ = train(method, "weight", lambda: DistanceScreen(suspect=0))
     assert believed > 7 * far

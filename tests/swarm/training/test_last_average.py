@@ -12,7 +12,7 @@ import torch
 
 import shoal
 from shoal.optim import Exchange, Handle, Mean, NoLoCo, Simulation
-from shoal.optim.exchange.averaging import TRUSTING
+from shoal.optim.exchange.update_screen import TRUSTING
 from shoal.swarm.errors import NetworkError
 from shoal.swarm.identity import Identity
 from shoal.swarm.manifest import OuterSettings

@@ -13,8 +13,8 @@ import torch
 
 from shoal.optim import FLOAT32, RoundKey
 from shoal.optim.codecs.registry import codec_named
-from shoal.optim.exchange.averaging import TRUSTING, UpdateScreen
 from shoal.optim.exchange.base import Contribution
+from shoal.optim.exchange.update_screen import TRUSTING, UpdateScreen
 from shoal.swarm.errors import NetworkError
 from shoal.swarm.exchange.contribution import encode_contribution
 from shoal.swarm.exchange.group import leader as group_lead
@@ -43,7 +43,7 @@ def test_only_the_mean_is_held():
     shapes = ((2, 3), (4,))
     own = SimpleNamespace(tensors=lambda: [torch.full(shape, 6.0) for shape in shapes])
     mine = SimpleNamespace(
-        codec=FLOAT32, shapes=shapes, even=0, key=RoundKey(SWARM, 0), payload=own
+        codec=FLOAT32, shapes=shapes, unweighted_count=0, key=RoundKey(SWARM, 0), payload=own
     )
     payloads = {
         peer: FLOAT32.encode([torch.full(shape, value) for shape in shapes])

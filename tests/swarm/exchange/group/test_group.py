@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 
 from shoal.optim import RoundKey
 from shoal.optim.codecs.registry import codec_named
-from shoal.optim.exchange.base import Contribution, common, weighted_mean
+from shoal.optim.exchange.base import Contribution
+from shoal.optim.exchange.common_mean import common_mean
+from shoal.optim.exchange.weighted_mean import weighted_mean
 from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext, RoundTracker
 from shoal.swarm.exchange.group.exchange import GroupExchange
 from shoal.swarm.exchange.group.leader import partition_into_groups
@@ -58,7 +60,7 @@ def test_a_largest_group_of_one_is_a_mistake():
 )
 def test_all_takers_hold_the_whole_mean_and_are_in_it(reports):
     held = {place: places | 1 << place for place, places in reports.items()}
-    mean, takers = common(held)
+    mean, takers = common_mean(held)
     taking = [place for place in held if takers >> place & 1]
     if not mean:
         assert takers == 0
@@ -85,7 +87,7 @@ def test_all_takers_hold_the_whole_mean_and_are_in_it(reports):
     ({0: 0b1}, (0, 0)), ({0: 0b01, 1: 0b10}, (0, 0)), ({}, (0, 0)),
 ])  # fmt: skip
 def test_what_is_decided(held, expected):
-    assert common(held) == expected
+    assert common_mean(held) == expected
 
 
 def test_latecomer_goes_to_its_fragments_next_round():

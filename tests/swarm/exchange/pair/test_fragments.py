@@ -22,7 +22,8 @@ from shoal.optim import (
     Streaming,
     StreamingDiLoCo,
 )
-from shoal.optim.exchange.base import Contribution, partner_of
+from shoal.optim.exchange.base import Contribution
+from shoal.optim.exchange.pairing import partner_of
 from shoal.swarm.errors import NetworkError
 from shoal.swarm.exchange.context import (
     FORGOTTEN,

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from shoal.optim import BFLOAT16, RoundKey
-from shoal.optim.exchange.base import partner_of, rank
+from shoal.optim.exchange.pairing import partner_of, rank
 from shoal.swarm.errors import NetworkError
 from shoal.swarm.exchange import context
 from shoal.swarm.exchange.pair.calls import EXCHANGE_PROTOCOL

@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.optim import FLOAT32, RoundKey
-from shoal.optim.exchange.base import Contribution, groups, partner_of
+from shoal.optim.exchange.base import Contribution
+from shoal.optim.exchange.pairing import groups, partner_of
 from shoal.swarm.exchange.context import (
     BROKEN,
     FORGOTTEN,
