@@ -9,12 +9,17 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from shoal.optim.methods import METHODS
+from shoal.optim.methods import METHODS, Method
 from shoal.swarm.exchange.cost import GOOD, Forecast, Line, Work, forecast, least_every
 from shoal.swarm.figures import amount, duration
 from shoal.swarm.manifest import OuterSettings
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from shoal.optim.codecs.base import Codec, Shape
 
 CODECS = ("float32", "bfloat16", "int8", "mod4", "e3m0+ef", "sign+ef")
 FIXED_BYTES = 40e6
@@ -24,12 +29,64 @@ COPIED = ("method", "every", "fragments", "lag", "codec")
 
 
 @dataclass(frozen=True)
+class ModelTensors:
+    """The averaged tensors of a model, as far as the bytes of a round depend on them."""
+
+    shapes: tuple[Shape, ...]
+    not_hidden: frozenset[int] = frozenset()
+    """Positions of embeddings and output layers, which a codec with +hidden sends whole."""
+
+    @classmethod
+    def of(cls, params: Sequence[Tensor], model: nn.Module) -> ModelTensors:
+        """Return those of ``model`` of which ``params`` are averaged."""
+        from shoal.optim.layers import embeddings_and_outputs
+
+        shapes = tuple(tuple(tensor.shape) for tensor in params)
+        found = embeddings_and_outputs(model)
+        return cls(shapes, frozenset(n for n, tensor in enumerate(params) if tensor in found))
+
+    @classmethod
+    def of_count(cls, params: int) -> ModelTensors:
+        """Return what stands for a model of which only the number of values is known.
+
+        It is one matrix of a hidden layer: what ``+matrices`` and ``+hidden`` send whole comes on
+        top.
+        """
+        return cls(((params, 1),))
+
+    @property
+    def params(self) -> int:
+        """The number of values."""
+        return sum(math.prod(shape) for shape in self.shapes)
+
+    def sent(self, method: Method, *, weighted: bool) -> list[Shape]:
+        """Return the shapes of what a peer sends in a round."""
+        if method.mixes:
+            return [(min(round(self.params * method.knobs["part"]), self.params),)]
+        shapes = list(self.shapes)
+        if method.doubles and weighted:
+            shapes += self.shapes
+        if method.scales:
+            shapes += [()] * len(self.shapes)
+        return shapes
+
+    def codec(self, codec: Codec) -> Codec:
+        """Return ``codec`` as it sends these tensors, of which it may exempt some."""
+        from shoal.optim.codecs.partial import bound, scope_of, sent_whole
+
+        scope = scope_of(codec)
+        if scope is None:
+            return codec
+        return bound(codec, sent_whole(scope, self.shapes, self.not_hidden))
+
+
+@dataclass(frozen=True)
 class Row:
     """One choice of settings, and what to expect of it."""
 
     outer: OuterSettings
     """With all defaults written out."""
-    params: int
+    tensors: ModelTensors
     work: Work
     forecast: Forecast
 
@@ -38,11 +95,10 @@ class Row:
         """Bytes beyond training alone, if they were measured with this method; mod4, which keeps
         what it sent, was not.
         """
-        return (
-            None
-            if self.outer.codec == "mod4"
-            else memory_of(self.outer.method, self.params, overlapped=bool(self.work.lag))
-        )
+        if self.outer.codec == "mod4":
+            return None
+        overlapped = bool(self.work.lag)
+        return memory_of(self.outer.method, self.tensors.params, overlapped=overlapped)
 
     @property
     def blocks(self) -> bool:
@@ -51,12 +107,12 @@ class Row:
 
     def toml(self) -> str:
         """Return the settings as a file that `shoal up` takes."""
-        lines = [
-            f"{key} = {json.dumps(value)}"
-            for key in COPIED
-            if (value := getattr(self.outer, key)) is not None
-        ]
-        return "\n".join(["[outer]", *lines]) + "\n"
+        lines = ["[outer]"]
+        for key in COPIED:
+            value = getattr(self.outer, key)
+            if value is not None:
+                lines.append(f"{key} = {json.dumps(value)}")
+        return "\n".join(lines) + "\n"
 
     def json(self) -> dict[str, Any]:
         """Return the row as plain values: seconds and bytes."""
@@ -86,11 +142,11 @@ def memory_of(method: str, params: int, *, overlapped: bool) -> float | None:
     return None if each is None else FIXED_BYTES + each * params
 
 
-def work_of(outer: OuterSettings, *, params: int, peers: int, step_s: float) -> Work:
+def work_of(outer: OuterSettings, tensors: ModelTensors, *, peers: int, step_s: float) -> Work:
     """Return what a node does in a round with these settings.
 
-    ``params``: values that are averaged; ``step_s``: seconds a step. All are counted as those of
-    matrices of hidden layers, so what ``+matrices`` and ``+hidden`` send whole comes on top.
+    ``tensors``: what is averaged; ``step_s``: seconds a step. The payload is that of the model as
+    one; cut into fragments it is longer by some bytes each.
     """
     from shoal.optim import codec_named
     from shoal.optim.codecs.base import FloatCodec
@@ -99,12 +155,11 @@ def work_of(outer: OuterSettings, *, params: int, peers: int, step_s: float) -> 
     method = outer.row
     codec = codec_named(str(outer.codec))
     every = outer.every or 1
-    count = math.ceil(params * method.knobs.get("part", 1.0))
-    tensors = 2 if method.doubles and outer.weights != "equal" else 1
+    sent = tensors.sent(method, weighted=outer.weights != "equal")
     return Work(
         group=method.group,
-        nbytes=codec.nbytes([(count, 1)]) * tensors,
-        params=count * tensors,
+        nbytes=tensors.codec(codec).nbytes(sent),
+        params=sum(math.prod(shape) for shape in sent),
         peers=peers,
         every=every,
         step_s=step_s,
@@ -123,33 +178,30 @@ def choices(every: int | None = None) -> Iterator[OuterSettings]:
     for method in METHODS.values():
         if method.group == "nobody":
             continue
-        for name in (method.codec,) if method.codec not in CODECS else CODECS:
+        names = CODECS if method.codec in CODECS else (method.codec,)
+        for name in names:
             try:
                 method.check_codec(codec_named(name))
             except ValueError:
                 continue
-            lags = (
-                [None]
-                if method.schedule != "overlaps"
-                else ["auto", 0]
-                if method.group == "pair"
-                else ["auto"]
-            )
+            lags: list[str | int | None] = [None]
+            if method.schedule == "overlaps":
+                lags = ["auto", 0] if method.group == "pair" else ["auto"]
             for lag in lags:
                 given = {"method": method.name, "codec": name, "every": every, "lag": lag}
                 yield OuterSettings.model_validate(given)
 
 
 def rows(
-    line: Line, *, params: int, peers: int, step_s: float, every: int | None = None
+    line: Line, tensors: ModelTensors, *, peers: int, step_s: float, every: int | None = None
 ) -> list[Row]:
     """Return all choices: those that compute nearly always first, by bytes; then the others, by how
     much they compute.
     """
     made = []
     for outer in choices(every):
-        work = work_of(outer, params=params, peers=peers, step_s=step_s)
-        made.append(Row(outer.resolved(), params, work, forecast(work, line)))
+        work = work_of(outer, tensors, peers=peers, step_s=step_s)
+        made.append(Row(outer.resolved(), tensors, work, forecast(work, line)))
 
     def order(row: Row) -> tuple[bool, float]:
         good = row.forecast.utilisation >= GOOD
@@ -210,17 +262,19 @@ class StartEstimate:
     """What a run will cost, told once its speed is known: from steps that were taken, with all
     waiting.
 
-    ``params``: values that are averaged; ``done``: steps and rounds at the start of this run.
+    ``tensors``: what is averaged; ``done``: steps and rounds at the start of this run.
     """
 
     def __init__(
         self,
         outer: OuterSettings,
-        params: int,
+        tensors: ModelTensors,
         done: tuple[int, int],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._outer, self._params, self._clock = outer, params, clock
+        self._outer = outer
+        self._tensors = tensors
+        self._clock = clock
         self._steps, self._rounds = done
         self._began = clock()
         self._told = False
@@ -245,8 +299,8 @@ class StartEstimate:
         if outer.round != "steps":  # a round has as many steps as fit into it
             every = max(round(steps_done / max(rounds_done, 1)), 1)
             outer = outer.model_copy(update={"every": every})
-        work = work_of(outer, params=self._params, peers=max(peers, 2), step_s=step_s)
-        row = Row(outer, self._params, work, forecast(work, UNMEASURED))
+        work = work_of(outer, self._tensors, peers=max(peers, 2), step_s=step_s)
+        row = Row(outer, self._tensors, work, forecast(work, UNMEASURED))
         if total and total <= steps:
             return ""
         return run_cost(row, steps=total - steps if total else 0, round_s=work.computing_s).said()
@@ -283,7 +337,7 @@ def advise(found: Sequence[Row], line: Line) -> tuple[Row, str]:
         every = least_every(row.work, line, most=LONGEST)
         if every is not None:
             outer = row.outer.model_copy(update={"every": every})
-            work = work_of(outer, params=row.params, peers=row.work.peers, step_s=row.work.step_s)
+            work = work_of(outer, row.tensors, peers=row.work.peers, step_s=row.work.step_s)
             longer = replace(row, outer=outer, work=work, forecast=forecast(work, line))
             now = row.forecast
             before = (

@@ -62,6 +62,8 @@ class Method:
     """True: where weights differ it sends two tensors a parameter, since its pull is never
     weighted.
     """
+    scales: bool = False
+    """True: it sends a number besides each tensor, the length of its pseudo-gradient."""
     mixes: bool = False
     """True: it sends values of all parameters as one tensor."""
     follows: bool = True
@@ -240,6 +242,7 @@ _EXPERIMENTAL = (
         schedule="overlaps",
         when="uneven peers: fragments, merged by direction",
         weights="rate",
+        scales=True,
     ),
     Method(
         "eager",

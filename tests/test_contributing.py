@@ -21,7 +21,7 @@ import torch
 import shoal
 from shoal.node.cli.main import cli
 from shoal.node.config.settings import RLSettings
-from shoal.node.plan import work_of
+from shoal.node.plan import ModelTensors, work_of
 from shoal.optim import Simulation, codec_named, method_named
 from shoal.optim.rl import LOSSES, Completions
 from shoal.swarm.manifest import OuterSettings
@@ -29,7 +29,8 @@ from shoal.swarm.manifest import OuterSettings
 (option,) = [option for option in cli.commands["up"].params if option.name == "outer.method"]
 assert " or elastic (averages with one random partner)" in option.help
 settings = OuterSettings(method="elastic", every=2).resolved()
-assert (settings.codec, work_of(settings, params=1000, peers=2, step_s=1.0).nbytes) == ("float32", 4000)
+work = work_of(settings, ModelTensors.of_count(1000), peers=2, step_s=1.0)
+assert (settings.codec, work.nbytes) == ("float32", 4000)
 
 def train(exchange):
     weight = torch.nn.Parameter(torch.tensor([1.0, -2.0]) * (1 + int(exchange.peer)))

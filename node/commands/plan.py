@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from shoal.node.plan import MEMORY_SOURCE, RunCost, advise, rows, run_cost
+from shoal.node.plan import MEMORY_SOURCE, ModelTensors, RunCost, advise, rows, run_cost
 from shoal.swarm.access import Link
 from shoal.swarm.errors import MessageError, NetworkError, ShoalError
 from shoal.swarm.exchange.cost import BUSY, GOOD, Line
@@ -97,10 +97,11 @@ def plan(
             "The link is not known: give --mbit and --rtt, or --measure LINK of a swarm."
         )
     line = Line(mbit * MBIT, rtt)
-    found = rows(line, params=round(params), peers=peers, step_s=step, every=every)
+    tensors = ModelTensors.of_count(round(params))
+    found = rows(line, tensors, peers=peers, step_s=step, every=every)
     chosen, advice = advise(found, line)
     return {
-        "params": round(params),
+        "params": tensors.params,
         "peers": peers,
         "step_s": step,
         "link": {

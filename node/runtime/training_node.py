@@ -20,7 +20,7 @@ from shoal.node.config.device import make_current, resolve_device
 from shoal.node.config.settings import Settings
 from shoal.node.metrics.log import Metrics, RoundRecord, Sinks, progress_fields
 from shoal.node.metrics.sinks import about
-from shoal.node.plan import StartEstimate, memory_of, work_of
+from shoal.node.plan import ModelTensors, StartEstimate, memory_of, work_of
 from shoal.node.runtime import resume
 from shoal.node.runtime.display import Activity
 from shoal.node.runtime.door import RL, check_size, continued, enter, make_task, own_steps
@@ -65,11 +65,16 @@ if TYPE_CHECKING:
 
 
 def announce_publicly(
-    membership: Membership, params: int, device: str, log: Callable[[str], None], *, created: bool
+    membership: Membership,
+    tensors: ModelTensors,
+    device: str,
+    log: Callable[[str], None],
+    *,
+    created: bool,
 ) -> None:
     """Have this node announce its swarm, if it is public.
 
-    ``params``: of the model; ``device``: its type; ``created``: by it.
+    ``tensors``: what is averaged; ``device``: this node's type; ``created``: by it.
     """
     manifest = membership.manifest
     if not manifest.public:
@@ -79,7 +84,8 @@ def announce_publicly(
             "this swarm is public, but no bootstrap node is named that could list it: start again "
             "with --bootstrap and its address"
         )
-    work = work_of(manifest.outer, params=params, peers=max(manifest.start_when, 2), step_s=1.0)
+    params = tensors.params
+    work = work_of(manifest.outer, tensors, peers=max(manifest.start_when, 2), step_s=1.0)
     memory = memory_of(manifest.outer.method, params, overlapped=bool(work.lag))
     sizes = {"params": params, "round_bytes": work.nbytes, "memory": round(memory or 0)}
     membership.announcer.announce(membership.sealed, **sizes, device=device)
@@ -336,7 +342,7 @@ class TrainingNode:
         try_partners(trainer, screen, log)
         closing.callback(trainer.close)
         self._begin_from(state)
-        params = sum(parameter.numel() for parameter in trainer.params)
+        tensors = ModelTensors.of(trainer.params, trainer.model)
         self.result = Result(
             name,
             host.peer_id,
@@ -344,11 +350,11 @@ class TrainingNode:
             outer.method,
             str(self.device),
             str(shard),
-            params,
+            tensors.params,
             fragments=opt.fragments,
         )
         announce_publicly(
-            membership, params, self.device.type, log, created=self.options.link is None
+            membership, tensors, self.device.type, log, created=self.options.link is None
         )
         self.member.reporter = self.status = StatusReporter(membership, name, folder=self.folder)
         self._activity.on_change = self.status.doing
@@ -539,8 +545,8 @@ class TrainingNode:
         self.member.announce("training", result.loss_first)
         self.metrics.write("start", **asdict(result))
         self.display.start(self.settings.train.steps)
-        params = sum(parameter.numel() for parameter in trainer.params)
-        self._estimate = StartEstimate(self.settings.outer, params, self._done())
+        tensors = ModelTensors.of(trainer.params, trainer.model)
+        self._estimate = StartEstimate(self.settings.outer, tensors, self._done())
         if self.verification is not None:
             compute_last()
         self.saver.due = (

@@ -10,7 +10,7 @@ sends. What the two cost and gain: docs/methods.md, "Codecs".
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -147,6 +147,15 @@ def scope_of(codec: Codec) -> Scope | None:
     if isinstance(codec, ErrorFeedback):
         codec = codec.codec
     return codec.scope if isinstance(codec, PartialCodec) else None
+
+
+def sent_whole(scope: Scope, shapes: Sequence[Shape], not_hidden: Collection[int]) -> list[bool]:
+    """Return for each parameter whether a codec of that scope sends it whole.
+
+    ``not_hidden``: positions of embeddings and output layers, which count with +hidden only.
+    """
+    exempt = not_hidden if scope == "hidden" else ()
+    return [len(shape) < 2 or index in exempt for index, shape in enumerate(shapes)]
 
 
 def check_can_divide(codec: Codec, method: str) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from shoal.optim.codecs.base import Codec
-from shoal.optim.codecs.partial import Scope, bound, scope_of
+from shoal.optim.codecs.partial import Scope, bound, scope_of, sent_whole
 from shoal.optim.layers import embeddings_and_outputs
 from shoal.optim.parameters import unwrapped
 
@@ -242,12 +242,13 @@ def codecs_of(
 
 def _sent_whole(scope: Scope, parameters: Sequence[Tensor], model: nn.Module | None) -> list[bool]:
     """Return for each parameter whether a codec of that scope sends it whole."""
-    if scope == "matrices":
-        return [parameter.ndim < 2 for parameter in parameters]
-    if model is None:
-        raise ValueError(
-            "a codec with +hidden sends embeddings and output layers whole, and must know which "
-            "they are: hand in model=, or choose +matrices"
-        )
-    outer = embeddings_and_outputs(model)
-    return [parameter.ndim < 2 or parameter in outer for parameter in parameters]
+    not_hidden: set[int] = set()
+    if scope == "hidden":
+        if model is None:
+            raise ValueError(
+                "a codec with +hidden sends embeddings and output layers whole, and must know "
+                "which they are: hand in model=, or choose +matrices"
+            )
+        found = embeddings_and_outputs(model)
+        not_hidden = {index for index, parameter in enumerate(parameters) if parameter in found}
+    return sent_whole(scope, [tuple(one.shape) for one in parameters], not_hidden)

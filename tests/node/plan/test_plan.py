@@ -17,6 +17,7 @@ from shoal.node.config.settings import load
 from shoal.node.plan import (
     ESTIMATE_LATEST_S,
     FIXED_BYTES,
+    ModelTensors,
     StartEstimate,
     advise,
     choices,
@@ -52,8 +53,8 @@ ASKED = {
 LINK = str(Link("a" * 52, (f"/ip4/127.0.0.1/tcp/1/p2p/{Identity.ephemeral().peer_id}",)))
 
 
-def found(line=LINE, **changed):
-    return rows(line, **{"params": 135_000_000, "peers": 8, "step_s": 0.5, **changed})
+def found(line=LINE, params=135_000_000, **changed):
+    return rows(line, ModelTensors.of_count(params), **{"peers": 8, "step_s": 0.5, **changed})
 
 
 def of(method, *, line=LINE, **changed):
@@ -84,7 +85,7 @@ def test_the_settings_to_copy_are_those_that_were_weighed(every, tmp_path):
         file.write_text(row.toml())
         outer = load(file).outer
         assert outer.resolved() == row.outer
-        assert work_of(outer, params=135_000_000, peers=8, step_s=0.5) == row.work
+        assert work_of(outer, ModelTensors.of_count(135_000_000), peers=8, step_s=0.5) == row.work
         assert every in (None, row.work.every)
 
 
@@ -122,7 +123,10 @@ def test_good_rows_come_first_by_bytes():
     ],
 )
 def test_bytes_of_a_round(settings, nbytes):
-    assert work_of(OuterSettings(**settings), params=1000, peers=2, step_s=1.0).nbytes == nbytes
+    assert (
+        work_of(OuterSettings(**settings), ModelTensors.of_count(1000), peers=2, step_s=1.0).nbytes
+        == nbytes
+    )
 
 
 def test_late_application_follows_the_method():
@@ -137,17 +141,20 @@ def test_late_application_follows_the_method():
         )
 
     for name in METHODS:
-        work = work_of(OuterSettings(method=name), params=1000, peers=2, step_s=1.0)
+        work = work_of(OuterSettings(method=name), ModelTensors.of_count(1000), peers=2, step_s=1.0)
         assert (work.lag == work.every) == late(name) or work.every == 1
 
 
 def test_groups_sum_what_the_exchange_sums():
     assert cost.ALL_REDUCED == SMALLEST
     for outer in choices():
-        work = work_of(outer, params=1000, peers=8, step_s=1.0)
+        work = work_of(outer, ModelTensors.of_count(1000), peers=8, step_s=1.0)
         assert work.sums == fits(outer.codec, SMALLEST)
     assert not work_of(
-        OuterSettings(method="diloco", robust="centered-clip"), params=1, peers=8, step_s=1.0
+        OuterSettings(method="diloco", robust="centered-clip"),
+        ModelTensors.of_count(1),
+        peers=8,
+        step_s=1.0,
     ).sums
 
 
@@ -433,7 +440,8 @@ def test_bounds_say_what_they_bound():
 
 
 def estimate(outer, now):
-    return StartEstimate(OuterSettings(**outer), 10_000_000, done=(100, 7), clock=lambda: now[0])
+    tensors = ModelTensors.of_count(10_000_000)
+    return StartEstimate(OuterSettings(**outer), tensors, done=(100, 7), clock=lambda: now[0])
 
 
 def test_a_run_is_estimated_once_its_first_round_is_over():
@@ -471,7 +479,7 @@ def test_a_run_without_end_is_estimated_by_the_day_and_one_alone_by_its_time():
     now[0] = 20.0
     said = endless.news(140, 9, total=0, peers=2)
     outer = OuterSettings(method="noloco", codec="int8", round="seconds:10")
-    work = work_of(outer, params=10_000_000, peers=2, step_s=0.5)
+    work = work_of(outer, ModelTensors.of_count(10_000_000), peers=2, step_s=0.5)
     assert said.startswith(f"a day sends about {amount(8640 * cost.sent(work))}, and")
     assert alone.news(140, 7, total=1140, peers=2) == "1,000 steps take about 8.33 min"
 
