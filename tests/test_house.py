@@ -148,6 +148,20 @@ LONGER = {
     "swarm/exchange/pair/calls.py": 950,
     "swarm/exchange/context.py": 830,
 }
+MAX_DOCSTRING_WORDS = 150
+MAX_BRANCHES = 20
+MAX_NAME_WORDS = 10
+# What exceeds these limits still, and by how much. A row may shrink and go, and none may come.
+LONG_DOCSTRINGS = {
+    "node/data/reader.py": 175,
+    "node/tasks/text.py TextTask": 163,
+    "node/training/trainer.py Trainer": 168,
+    "swarm/gossip/gossip.py": 217,
+    "swarm/membership/room.py": 152,
+    "swarm/training/loaded_state.py": 155,
+    "swarm/training/session_entry.py create": 274,
+}
+MANY_BRANCHES = {"node/runtime/training_node.py _train": 21}
 
 PRODUCT = sorted(
     [*(file for top in TOPS for file in (ROOT / top).rglob("*.py")), *(ROOT / "shoal").glob("*.py")]
@@ -183,6 +197,19 @@ LOADERS = {
     ("os", "system"),
     ("os", "popen"),
 }
+BRANCHES = (
+    ast.If,
+    ast.For,
+    ast.AsyncFor,
+    ast.While,
+    ast.Try,
+    ast.IfExp,
+    ast.BoolOp,
+    ast.comprehension,
+    ast.ExceptHandler,
+    ast.Match,
+)
+DEFINED = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 OURS = f"(?:{'|'.join(TOPS)})"
 BARE = re.compile(
     rf"\bfrom {OURS}(?:\.\w+)* import\b|(?<!from shoal )\bimport {OURS}\b(?=[.;\n\"'\\]| as )|-m "
@@ -412,6 +439,8 @@ def test_helpers_are_imported_from_support(file):
         assert beside or shared or simulator, (
             f"{name} is another folder's: move it to tests/support"
         )
+    for name in imported(file):
+        assert not re.match(r"tests\..*\btest_", name), f"{name} is of a test: move it so, too"
 
 
 @each([*PRODUCT, *SHOWN, *TESTS])
@@ -592,3 +621,88 @@ def test_a_slow_test_says_why(file):
             assert reasons.get(id(item)) == ["reason"], (
                 f"{relative(file)}:{item.lineno}: pytest.mark.slow needs a reason"
             )
+
+
+def defined(file, kinds=DEFINED):
+    """Yield ``(place, item)`` for what ``file`` defines, the place as "swarm/identity.py load"."""
+    for item in ast.walk(tree(file)):
+        if isinstance(item, kinds):
+            yield f"{relative(file)} {item.name}", item
+
+
+def docstring_words(file):
+    yield relative(file), len((ast.get_docstring(tree(file)) or "").split())
+    for place, item in defined(file):
+        yield place, len((ast.get_docstring(item) or "").split())
+
+
+def branches(file):
+    for place, function in defined(file, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        yield place, sum(isinstance(item, BRANCHES) for item in ast.walk(function))
+
+
+def name_words(file):
+    """How many words the names of the tests of ``file`` have, without the first, "test"."""
+    for place, function in defined(file, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        if function.name.startswith("test_"):
+            yield place, function.name.count("_")
+
+
+def above(most, count, files):
+    """Return what of ``files`` has more than ``most``, by its place."""
+    return {place: number for file in files for place, number in count(file) if number > most}
+
+
+def check_exceptions(found, exceptions):
+    """Nothing but the exceptions exceeds a limit, and of those none grows."""
+    grown = {place: number for place, number in found.items() if number > exceptions.get(place, 0)}
+    assert not grown
+
+
+def read():
+    """Return the files of the product, but for those that are about to be replaced."""
+    return [file for file in PRODUCT if not relative(file).startswith("swarm/exchange/")]
+
+
+def test_docstrings_are_short():
+    check_exceptions(above(MAX_DOCSTRING_WORDS, docstring_words, read()), LONG_DOCSTRINGS)
+
+
+def test_functions_have_few_branches():
+    check_exceptions(above(MAX_BRANCHES, branches, read()), MANY_BRANCHES)
+
+
+def test_test_names_are_short():
+    assert not above(MAX_NAME_WORDS, name_words, TESTS)
+
+
+def test_measures_of_a_file(tmp_path, monkeypatch):
+    """What is counted of a small file, by hand."""
+    monkeypatch.setitem(globals(), "ROOT", tmp_path)
+    file = tmp_path / "small.py"
+    file.write_text(
+        '"""Two words."""\n'
+        "async def test_one_two(a):\n"
+        '    """And three words."""\n'
+        "    while a or None:\n"
+        "        def inner(): return [1 if b else 2 for b in a]\n"
+        "    return a\n"
+    )
+    assert dict(docstring_words(file)) == {
+        "small.py": 2,
+        "small.py test_one_two": 3,
+        "small.py inner": 0,
+    }
+    assert dict(branches(file)) == {"small.py test_one_two": 4, "small.py inner": 2}
+    assert dict(name_words(file)) == {"small.py test_one_two": 2}
+
+
+@pytest.mark.parametrize(
+    ("found", "exceptions"),
+    [({"new": 21}, {}), ({"old": 23}, {"old": 22})],
+    ids=["a_new_one", "one_that_grew"],
+)
+def test_table_of_exceptions_may_only_shrink(found, exceptions):
+    with pytest.raises(AssertionError):
+        check_exceptions(found, exceptions)
+    check_exceptions({"old": 22}, {"old": 22})

@@ -220,7 +220,7 @@ def test_core_installs_little():
     assert PROJECT["project"]["scripts"] == {"shoal": "shoal.node.cli.main:main"}
 
 
-def test_the_python_versions_that_are_named_are_those_that_ci_runs():
+def test_named_python_versions_are_those_of_ci():
     """praxis #52: a version that was promised and never run."""
     matrix = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
     versions = matrix["jobs"]["run"]["strategy"]["matrix"]["python"]

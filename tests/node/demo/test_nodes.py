@@ -50,7 +50,7 @@ def log_of(nodes, name="a"):
     return (nodes.folder / f"{name}.log").read_text()
 
 
-def test_a_node_has_a_key_a_folder_and_the_demo_for_its_parent(nodes):
+def test_node_has_a_key_a_folder_and_a_parent(nodes):
     show = program(nodes, "import os, sys; print(*sys.argv[1:], os.getsid(0) == os.getpid())")
     line = read_line(nodes.start(["up"], "a", program=show), WAIT_S)
     own = ["--name", "a", "--folder", nodes.folder / "a", "--identity", nodes.folder / "a.key"]
@@ -79,7 +79,7 @@ def test_its_exit_code_and_its_last_words_arrive(nodes, text, code, logged):
     assert log_of(nodes).strip().endswith(logged)
 
 
-def test_while_it_runs_it_has_no_exit_code_and_can_be_ended(nodes):
+def test_running_node_has_no_exit_code_and_can_end(nodes):
     forever = program(
         nodes, "import threading; print('here', flush=True); threading.Event().wait()"
     )

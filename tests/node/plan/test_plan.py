@@ -472,7 +472,7 @@ def test_a_long_round_is_not_waited_for():
     assert made.news(160, 7, total=1160, peers=4).startswith("1,000 steps take about 16.7 min and")
 
 
-def test_a_run_without_end_is_estimated_by_the_day_and_one_alone_by_its_time():
+def test_estimate_of_endless_runs_and_of_one_alone():
     now = [0.0]
     endless = estimate({"method": "noloco", "codec": "int8", "round": "seconds:10"}, now)
     alone = estimate({"method": "none"}, now)
@@ -484,7 +484,7 @@ def test_a_run_without_end_is_estimated_by_the_day_and_one_alone_by_its_time():
     assert alone.news(140, 7, total=1140, peers=2) == "1,000 steps take about 8.33 min"
 
 
-def test_the_plan_of_a_number_of_steps_is_that_of_the_advised_row():
+def test_plan_of_steps_is_the_advised_row():
     row, _ = advise(found(), LINE)
     asked = ["--params", 135e6, "--step", 0.5, "--mbit", 100, "--rtt", 0.1, "--steps", 2000]
     shown = CliRunner().invoke(cli, ["plan", *map(str, asked)])
