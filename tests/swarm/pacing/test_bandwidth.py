@@ -59,5 +59,5 @@ def test_what_does_not_wait_is_owed(monkeypatch):
 
 @pytest.mark.parametrize("rate", [0, -1.0])
 def test_a_budget_is_above_nothing(rate):
-    with pytest.raises(ValueError, match="above 0"):
+    with pytest.raises(ValueError):
         BandwidthLimiter(rate)

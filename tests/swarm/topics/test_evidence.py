@@ -140,7 +140,7 @@ def test_newest_bodies_are_held(monkeypatch, two):
     assert len(author._store._bodies) == MAX_BODIES
     monkeypatch.setattr(attestation, "MAX_BYTES", 10)
     for wrong in (b"", bytes(11)):
-        with pytest.raises(ValueError, match=f"a body of {len(wrong)} bytes: between 1 and 10"):
+        with pytest.raises(ValueError):
             author.put(wrong)
     assert len(author._store._bodies) == MAX_BODIES
 

@@ -112,7 +112,7 @@ def test_what_is_damaged_or_too_large_is_refused():
 
 def test_agreed_settings_are_bounded():
     for wrong in ((-1.0, 12, 8), (1.0, 0, 8), (1.0, 12, 65), (1.0, 20_000, 8)):
-        with pytest.raises(ValueError, match="a group has"):
+        with pytest.raises(ValueError):
             Agreed(*wrong)
 
 

@@ -82,7 +82,7 @@ def test_there_and_back_again(world, identity, tmp_path):
         [path.name, f"{digest(world.snapshot).hex()}.safetensors"]
     )
     other = Entry(peer="p", run="r", round=0, operator="o", anchor=bytes(32))
-    with pytest.raises(ValueError, match="only claims"):
+    with pytest.raises(ValueError):
         save_claim(tmp_path, Signed(other, b""), material, world.agreed, None)
 
 

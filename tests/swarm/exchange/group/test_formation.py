@@ -507,10 +507,10 @@ def test_refused_contribution_names_the_difference(school, caplog, offer, reason
 
 def test_mistakes_of_the_caller(school, network):
     (peer,) = school.peers(1)
-    with pytest.raises(ValueError, match="belongs to swarm"):
+    with pytest.raises(ValueError):
         peer.exchange.start(Contribution(RoundKey("another", 0), []))
     for wrong in ({"max_group": 1}, {"max_group": 64}, {"fragments": 0}):
-        with pytest.raises(ValueError, match="must be"):
+        with pytest.raises(ValueError):
             GroupExchange(
                 PeerContext(peer.host, peer.host.identity, "a" * 52, "0" * 64, 0, peer.members),
                 **wrong,

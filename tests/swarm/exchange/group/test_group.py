@@ -49,7 +49,7 @@ def test_everybody_is_dealt_into_one_group_of_nearly_equal_size(peers, largest, 
 
 
 def test_a_largest_group_of_one_is_a_mistake():
-    with pytest.raises(ValueError, match="at least two"):
+    with pytest.raises(ValueError):
         partition_into_groups(0, 0, "ab", 1)
 
 

@@ -350,7 +350,7 @@ def test_a_shorter_deadline_and_hurry_are_kept(network):
 
 def test_a_round_of_another_run_is_the_callers_mistake(network):
     a = Peer(network)
-    with pytest.raises(ValueError, match="belongs to swarm"):
+    with pytest.raises(ValueError):
         a.start(run="another")
 
 
