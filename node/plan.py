@@ -138,7 +138,7 @@ def memory_of(method: str, params: int, *, overlapped: bool) -> float | None:
     """Return the bytes that averaging takes beyond training alone, if they were measured with this
     method.
     """
-    each = METHODS[method].measured[overlapped]
+    each = METHODS[method].memory.measured[overlapped]
     return None if each is None else FIXED_BYTES + each * params
 
 

@@ -33,6 +33,22 @@ NO_KNOBS = ("codec", "plain")
 
 
 @dataclass(frozen=True)
+class Memory:
+    """Main memory that a method needs beyond model, gradients and inner optimizer."""
+
+    state: float = 1
+    """Of what rule and codec remember, in times the slow weights'."""
+    exchange: float = 2
+    """Of an exchange, in times the slow weights': the partner's contribution, in which the mean is
+    computed, and the own one where it is held too.
+    """
+    measured: tuple[float | None, float | None] = (None, None)
+    """Of all of it beyond `shoal.node.plan.FIXED_BYTES`, in bytes a parameter, where it was
+    measured: with lag 0, and where a mean is applied later.
+    """
+
+
+@dataclass(frozen=True)
 class Method:
     """Method of outer optimization, as a row of the table."""
 
@@ -70,16 +86,7 @@ class Method:
     """False: a contribution belongs to its round only, and one that comes too late is none of the
     next round's.
     """
-    state: float = 1
-    """Memory of what rule and codec remember, in times the slow weights'."""
-    exchange: float = 2
-    """The same of an exchange: the partner's contribution, in which the mean is computed, and the
-    own one where it is held too.
-    """
-    measured: tuple[float | None, float | None] = (None, None)
-    """Main memory of a node beyond model, gradients, inner optimizer and
-    `shoal.node.plan.FIXED_BYTES`, in bytes a parameter, where it was measured: with lag 0, and
-    where a mean is applied later."""
+    memory: Memory = Memory()
     advised: tuple[str, ...] = ()
     """Codecs with which `shoal plan` advises the method, the first first."""
 
@@ -146,8 +153,7 @@ _CORE = (
         when="the default: no barrier, a late or dead peer holds up one other at most",
         codec="mod4",
         doubles=True,
-        exchange=1,
-        measured=(12.3, 13.9),
+        memory=Memory(exchange=1, measured=(12.3, 13.9)),
         advised=("float32", "bfloat16", "int8", "mod4"),
     ),
     Method(
@@ -159,8 +165,7 @@ _CORE = (
         when="the simplest: plain averaging with a partner, nothing to tune",
         codec="mod4",
         doubles=True,
-        state=0,
-        exchange=1,
+        memory=Memory(state=0, exchange=1),
     ),
     Method(
         "none",
@@ -170,8 +175,7 @@ _CORE = (
         schedule="waits",
         when="training alone, to compare with",
         fixed={"fragments": 1, "lag": 0},
-        state=0,
-        exchange=0,
+        memory=Memory(state=0, exchange=0),
     ),
     Method(
         "diloco",
@@ -180,8 +184,7 @@ _CORE = (
         sends="displacement",
         schedule="waits",
         when="few, equal, reliable peers: all hold the same weights after a round",
-        exchange=1,
-        measured=(12.4, None),
+        memory=Memory(exchange=1, measured=(12.4, None)),
     ),
     Method(
         "diloco-hb",
@@ -191,7 +194,7 @@ _CORE = (
         schedule="waits",
         when="diloco with heavy-ball momentum",
         fixed={"nesterov": False},
-        exchange=1,
+        memory=Memory(exchange=1),
     ),
     Method(
         "streaming",
@@ -200,7 +203,7 @@ _CORE = (
         sends="displacement",
         schedule="overlaps",
         when="a thin link: fragments, sent while training",
-        measured=(None, 12.3),
+        memory=Memory(measured=(None, 12.3)),
         advised=("float32", "bfloat16", "int8", "e3m0+ef", "sign+ef"),
     ),
     Method(
@@ -210,8 +213,7 @@ _CORE = (
         sends="displacement",
         schedule="delayed",
         when="a slow link: an exchange has a whole round of time; stale means count less",
-        state=2,
-        measured=(None, 28.0),
+        memory=Memory(state=2, measured=(None, 28.0)),
     ),
     Method(
         "sparseloco",
@@ -251,7 +253,7 @@ _EXPERIMENTAL = (
         sends="displacement",
         schedule="delayed",
         when="a slow link: the exchange has a whole round of time",
-        state=3,
+        memory=Memory(state=3),
     ),
     Method(
         "sparta",
@@ -262,8 +264,7 @@ _EXPERIMENTAL = (
         when="a trickle: at each step a random 0.5 % of the weights is averaged",
         mixes=True,
         follows=False,
-        state=0,
-        exchange=0.1,
+        memory=Memory(state=0, exchange=0.1),
     ),
 )
 METHODS: Mapping[str, Method] = {method.name: method for method in (*_CORE, *_EXPERIMENTAL)}

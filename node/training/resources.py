@@ -84,14 +84,14 @@ def check(
     staged = 4 * sum(
         parameter.numel() for place, parameter in places if place != "cpu" or parameter.itemsize < 4
     )
-    outer = int(slow * (1 + METHODS[method].state)) + staged
+    outer = int(slow * (1 + METHODS[method].memory.state)) + staged
     parts = {
         "it holds": held(),
         "model": model,
         "gradients": here,
         "inner optimizer": _INNER * here,
         "outer optimizer": outer if slow_here else 0,
-        "exchange": int(METHODS[method].exchange * slow),
+        "exchange": int(METHODS[method].memory.exchange * slow),
         "queues": sum(shares(gigabytes)),
         "batch": working if device == "cpu" else 0,
     }
@@ -176,8 +176,8 @@ class DevicePlan:
         self._computing, self._averaging = {"others' parts": gathered}, dict[str, int]()
         """What is taken beside the gradients, with the activations, and when these are gone."""
         if slow_there:
-            self.lasting["slow weights"] = int(slow * (1 + METHODS[method].state + staged))
-            self._averaging["exchange"] = int(METHODS[method].exchange * slow)
+            self.lasting["slow weights"] = int(slow * (1 + METHODS[method].memory.state + staged))
+            self._averaging["exchange"] = int(METHODS[method].memory.exchange * slow)
         elif staged:
             self._averaging["staging"] = 4 * max(parameter.numel() for parameter in trained)
         if tries:

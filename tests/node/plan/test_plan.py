@@ -176,17 +176,19 @@ def test_memory_is_what_was_measured():
         ):  # the largest counts
             measured[row["method"]] = row["bytes_per_parameter"] - FIXED_BYTES / row["params"]
         known = {
-            name: method.measured[late] for name, method in METHODS.items() if method.measured[late]
+            name: method.memory.measured[late]
+            for name, method in METHODS.items()
+            if method.memory.measured[late]
         }
         assert {name: round(value, 1) for name, value in measured.items()} == known
     for method in ("noloco", "co2"):
         rows = [row for row in of(method) if not row.blocks and row.outer.codec != "mod4"]
         assert {row.memory for row in rows} == {
-            FIXED_BYTES + METHODS[method].measured[1] * 135_000_000
+            FIXED_BYTES + METHODS[method].memory.measured[1] * 135_000_000
         }
     rows = [row for row in of("noloco") if row.blocks and row.outer.codec != "mod4"]
     assert {row.memory for row in rows} == {
-        FIXED_BYTES + METHODS["noloco"].measured[0] * 135_000_000
+        FIXED_BYTES + METHODS["noloco"].memory.measured[0] * 135_000_000
     }
     assert {
         row.memory

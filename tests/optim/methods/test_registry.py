@@ -91,7 +91,7 @@ def test_its_row_says_what_its_rule_and_codec_remember(name):
         tensor.numel() for tensors in opt.rule_state.values() for tensor in tensors if tensor.ndim
     )
     residual = codec_named(method.codec).name.partition("+")[1] == "+"
-    assert method.state == remembered / sum(slow.numel() for slow in opt.slow) + residual
+    assert method.memory.state == remembered / sum(slow.numel() for slow in opt.slow) + residual
 
 
 def test_an_optimizer_is_of_the_class_that_made_it():
