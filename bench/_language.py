@@ -21,21 +21,15 @@ from typing import Any
 import torch
 
 from bench._world import Completion, Group, Settings, World
-from shoal.node.rl.environment import (
-    HELD_OUT,
-    Env,
-    EnvError,
-    Environment,
-    Gym,
-    Policy,
-    Question,
-    Strings,
-)
+from shoal.node.rl.environment import HELD_OUT, Env, EnvError, Environment, Question
+from shoal.node.rl.gym import Gym
 from shoal.node.rl.hf import HF
 from shoal.node.rl.loading import load_env, load_policy
-from shoal.node.rl.task import RolloutGroup as Learnt
-from shoal.node.rl.task import loss_of, make_update
+from shoal.node.rl.policy import Policy
+from shoal.node.rl.strings import Strings
 from shoal.node.rl.tiny import HABITS, Tiny
+from shoal.node.rl.update import RolloutGroup as Learnt
+from shoal.node.rl.update import loss_of, make_update
 
 TINY_QUESTIONS, QUESTIONS = 4000, 2000  # in the world, none of them held out
 ASKED = (

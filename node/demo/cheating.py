@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 
-from shoal.node.rl import loading, rollout_sharing
-from shoal.node.rl.environment import Policy
+from shoal.node.rl import loading
+from shoal.node.rl.policy import Policy
 from shoal.node.verify import checker, completions
 
-STEPS = 2**3 - 1  # of 4 bits, on either side of 0
+STEPS = 2**3 - 1
+"""Of 4 bits, on either side of 0."""
 
 
 @contextmanager
@@ -35,18 +36,19 @@ def rounded(module: torch.nn.Module) -> Iterator[None]:
 
 
 def cheat() -> None:
+    """Let this process write and claim by rounded weights from now on."""
     load = loading.load_policy
     prove = checker.prove
 
-    def cheap(*given: Any) -> Policy:
+    def load_cheap(*given: Any) -> Policy:
         policy = load(*given)
         kind: Any = type(policy)
         generate = kind.generate
 
         def write(writer: Policy, *given: Any, temperature: float, **more: Any) -> Any:
-            if (
-                writer is not policy or not temperature
-            ):  # a copy, for its honest checks of others, or an evaluation
+            # Another policy is a copy, for its honest checks of others; temperature 0 is an
+            # evaluation.
+            if writer is not policy or not temperature:
                 return generate(writer, *given, temperature=temperature, **more)
             with rounded(policy.module):
                 return generate(writer, *given, temperature=temperature, **more)
@@ -54,15 +56,12 @@ def cheat() -> None:
         kind.generate = write
         return policy
 
-    def claim(policy: Policy, *given: Any, **more: Any) -> Any:
+    def prove_cheap(policy: Policy, *given: Any, **more: Any) -> Any:
         with rounded(policy.module):
             return prove(policy, *given, **more)
 
-    for module, name, ours in (
-        (rollout_sharing, "load_policy", cheap),
-        (completions, "prove", claim),
-    ):
-        setattr(module, name, ours)
+    loading.load_policy = load_cheap  # type: ignore[assignment]
+    completions.prove = prove_cheap  # type: ignore[attr-defined]
 
 
 if __name__ == "__main__":

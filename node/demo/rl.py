@@ -22,7 +22,7 @@ from shoal.node.demo.demo import (
     internal_errors,
     run_nodes,
 )
-from shoal.node.rl.rollout_sharing import make_task
+from shoal.node.rl.loading import make_task
 from shoal.node.rl.tiny import HABITS
 from shoal.swarm.figures import amount, duration
 from shoal.swarm.refusals import listed

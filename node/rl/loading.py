@@ -1,4 +1,4 @@
-"""Loading of the environment and the policy that a user names.
+"""Loading of the environment and the policy that a user names, and the task of them.
 
 Code named by the swarm is never imported.
 """
@@ -10,26 +10,30 @@ import inspect
 import re
 from collections.abc import Callable, Mapping
 
-from shoal.node.config.settings import env_label, served_by
+from shoal.node.config.settings import ConfigError, Settings, env_label, served_by
 from shoal.node.rl.environment import (
     HELD_OUT,
     Env,
     EnvError,
     Environment,
     GuardedEnvironment,
-    Gym,
     Option,
-    Policy,
-    PolicyError,
-    Strings,
     canonical,
 )
+from shoal.node.rl.gym import Gym
 from shoal.node.rl.hf import HF, load_hf
+from shoal.node.rl.policy import Policy, PolicyError
 from shoal.node.rl.serving import Served
+from shoal.node.rl.strings import Strings
+from shoal.node.rl.task import RLTask
 from shoal.node.rl.tiny import Tiny, Warm
 from shoal.node.tasks.loader import HookError, find_class
 from shoal.node.user_code import summary, user_trace
 from shoal.swarm.errors import ShoalError
+
+MAX_CONFIG_BYTES = 4096
+MAX_VERSION_CHARS = 128
+"""Of an environment, as rollouts and the manifest carry them."""
 
 
 def _built_in(spec: str) -> Callable[..., Environment] | None:
@@ -55,11 +59,8 @@ def load_env(spec: str, options: Mapping[str, Option]) -> Env:
         said = f"The environment {spec!r} cannot be made, with {summary(error)}"
         trace = "" if _built_in(spec) else user_trace(error)
         raise EnvError(f"{said}: correct its options{_options_of(made_by)}.", trace) from error
-    if (
-        not isinstance(made, Environment)
-        or not isinstance(made.version, str)
-        or not 0 < len(made.version) <= 128
-    ):
+    is_versioned = isinstance(made, Environment) and isinstance(made.version, str)
+    if not is_versioned or not 0 < len(made.version) <= MAX_VERSION_CHARS:
         raise HookError(
             f"The environment {spec!r} needs version, question(seed, index) and reward(question, "
             "completion)."
@@ -67,7 +68,10 @@ def load_env(spec: str, options: Mapping[str, Option]) -> Env:
     if not type(made).__module__.startswith("shoal."):
         made = GuardedEnvironment(made, type(made).__name__)
     env = Env(env_label(spec), canonical(options), made)
-    if not re.fullmatch(r"[A-Za-z0-9_.:+-]{1,128}", env.label) or len(env.config) > 4096:
+    if (
+        not re.fullmatch(r"[A-Za-z0-9_.:+-]{1,128}", env.label)
+        or len(env.config) > MAX_CONFIG_BYTES
+    ):
         raise EnvError(
             f"The environment {spec!r} has too long a name or too long options: shorten them."
         )
@@ -92,11 +96,8 @@ def _try(env: Env) -> None:
 
 
 def _options_of(made_by: Callable[..., Environment]) -> str:
-    names = [
-        p.name
-        for p in inspect.signature(made_by).parameters.values()
-        if p.kind is not p.VAR_KEYWORD
-    ]
+    parameters = inspect.signature(made_by).parameters.values()
+    names = [each.name for each in parameters if each.kind is not each.VAR_KEYWORD]
     return f", which are {', '.join(names)}" if names else ""
 
 
@@ -112,9 +113,8 @@ def load_policy(spec: str, env: Env, seed: int) -> Policy:
             raise PolicyError(
                 f"The policy {spec!r} has no number of steps: write it such as tiny:copy:400."
             )
-        return Tiny(
-            env.made, habit or "copy", seed=seed, warm=Warm(steps=int(steps)) if steps else Warm()
-        )
+        warm = Warm(steps=int(steps)) if steps else Warm()
+        return Tiny(env.made, habit or "copy", seed=seed, warm=warm)
     if kind == "hf" and rest:
         where, url = served_by(rest)
         return load_hf(where, functools.partial(Served, url=url) if url else HF)
@@ -122,3 +122,33 @@ def load_policy(spec: str, env: Env, seed: int) -> Policy:
         f"There is no policy {spec!r}: choose tiny, tiny:HABIT, tiny:HABIT:STEPS, or hf: and a "
         "model's folder, file or name."
     )
+
+
+def make_task(settings: Settings) -> RLTask:
+    """Make the task of the settings.
+
+    Raises ConfigError, EnvError, HookError or PolicyError; the model is made later.
+    """
+    unfit = ""
+    if settings.train.accumulate != 1:
+        unfit = "accumulate"
+    elif settings.train.compile:
+        unfit = "compile"
+    if unfit:
+        raise ConfigError(
+            f"The task rl cannot have train.{unfit}, because a policy learns from all completions "
+            "of a round together, of whatever length: leave it out."
+        )
+    env = load_env(settings.rl.env, settings.task.options)
+    rl = settings.rl
+    seed = settings.train.seed
+
+    def make_policy() -> Policy:
+        policy = load_policy(rl.policy, env, seed)
+        if isinstance(policy, Served) and rl.only != "share":
+            # A server whose weights cannot change is refused before anything is learnt.
+            policy.push()
+        return policy
+
+    frozen = rl.only == "share" and settings.outer.alone
+    return RLTask(env, make_policy, rl, seed=seed, frozen=frozen)

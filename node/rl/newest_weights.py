@@ -1,10 +1,10 @@
 """Whether a server draws completions with the weights that it was given last.
 
 A server may accept an adapter and draw without it, or go on from a prompt that it has cached under
-older weights. Neither fails, and after a small update neither is far off. But completions tell. Let
-``e`` be the server's log-probability of a token minus the node's, and ``d`` that of older weights
-minus the node's. The slope of ``e`` over ``d`` is 0 for a server that has the newest weights and 1
-for one that has the older ones, whatever its rounding adds.
+older weights. Neither fails, and after a small update neither is far off. Let ``e`` be the server's
+log-probability of a token minus the node's, and ``d`` that of older weights minus the node's. The
+slope of ``e`` over ``d`` is 0 for a server that has the newest weights and 1 for one that has the
+older ones, whatever its rounding adds.
 
     check = OlderWeights()
     if (slope := check.add(theirs - own, before - own, mask)) is not None:
@@ -18,12 +18,14 @@ import math
 import torch
 from torch import Tensor
 
-STALE = (
-    0.25  # slope of a server with older weights, at least: a cache may give a part of its tokens
-)
-CERTAIN = 5.0  # standard errors between the slope and `STALE` before either is concluded
-FEWEST = 16  # completions before anything is concluded
-EXACT_NATS = 1e-4  # log-probabilities are no more exact than this
+STALE_SLOPE = 0.25
+"""Of a server with older weights, at least: a cache may give a part of its tokens."""
+CERTAIN_ERRORS = 5.0
+"""Standard errors between the slope and `STALE_SLOPE` before either is concluded."""
+FEWEST_COMPLETIONS = 16
+"""Before anything is concluded."""
+EXACT_NATS = 1e-4
+"""Log-probabilities are no more exact than this."""
 
 
 class OlderWeights:
@@ -38,11 +40,16 @@ class OlderWeights:
 
     def _begin(self) -> None:
         self._rows = 0
-        self._xy = self._xx = self._xy_xy = self._xy_xx = self._xx_xx = 0.0
+        # Sums over completions, each of which has sums xy of e * d and xx of d * d over its tokens.
+        self._xy = 0.0
+        self._xx = 0.0
+        self._xy_xy = 0.0
+        self._xy_xx = 0.0
+        self._xx_xx = 0.0
 
     def add(self, error: Tensor, difference: Tensor, mask: Tensor) -> float | None:
         """Take in completions, all (B, T) on the CPU; return the slope once it is certainly above
-        `STALE`.
+        `STALE_SLOPE`.
 
         Once it is certainly below, the evidence begins anew.
         """
@@ -57,12 +64,12 @@ class OlderWeights:
         self._xy_xy += float(torch.dot(xy, xy))
         self._xy_xx += float(torch.dot(xy, xx))
         self._xx_xx += float(torch.dot(xx, xx))
-        if self._rows < FEWEST or not self._xx > 0:
+        if self._rows < FEWEST_COMPLETIONS or not self._xx > 0:
             return None
         slope = self._xy / self._xx
         spread = self._xy_xy - 2 * slope * self._xy_xx + slope * slope * self._xx_xx
         deviation = math.sqrt(max(spread, 0.0) / self._xx**2 + EXACT_NATS**2 / self._xx)
-        if abs(slope - STALE) <= CERTAIN * deviation:
+        if abs(slope - STALE_SLOPE) <= CERTAIN_ERRORS * deviation:
             return None
         self._begin()
-        return slope if slope > STALE else None
+        return slope if slope > STALE_SLOPE else None

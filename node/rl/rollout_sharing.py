@@ -1,6 +1,4 @@
-"""Reinforcement learning of a node in a swarm: the task from the settings, its rollouts on the
-network, and its report.
-"""
+"""The rollouts of a node's task on the network, and what the node reports of its rounds."""
 
 from __future__ import annotations
 
@@ -9,48 +7,18 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from shoal.node.config.settings import ConfigError, Settings
-from shoal.node.rl.environment import Policy
-from shoal.node.rl.loading import load_env, load_policy
-from shoal.node.rl.serving import Served
 from shoal.node.rl.task import RLRound, RLTask
 from shoal.node.task import Task
 from shoal.node.training.resources import shares
 from shoal.swarm.membership.membership import Membership
 from shoal.swarm.topics.rollout import PoolLimits, RolloutPool
 
-TTL_S = 120.0  # no record is of use that was issued longer ago, unless rounds are longer
-LEAVE_S = 3.0  # seconds that the last rollouts have to leave a node that ends
-NOTIFY_S = 10.0  # seconds between two lines for people
-
-
-def make_task(settings: Settings) -> RLTask:
-    """Make the task of the settings.
-
-    Raises ConfigError, EnvError, HookError or PolicyError; the model is made later.
-    """
-    if unfit := [
-        name
-        for name in ("accumulate", "compile")
-        if getattr(settings.train, name) not in (1, False)
-    ]:
-        raise ConfigError(
-            f"The task rl cannot have train.{unfit[0]}, because a policy learns from all "
-            "completions of a round together, of whatever length: leave it out."
-        )
-    env = load_env(settings.rl.env, settings.task.options)
-    rl = settings.rl
-    seed = settings.train.seed
-
-    def make_policy() -> Policy:
-        policy = load_policy(rl.policy, env, seed)
-        if isinstance(policy, Served) and rl.only != "share":
-            # so that a server whose weights cannot change is refused before anything is learnt
-            policy.push()
-        return policy
-
-    frozen = rl.only == "share" and settings.outer.alone
-    return RLTask(env, make_policy, rl, seed=seed, frozen=frozen)
+TTL_S = 120.0
+"""No record is of use that was issued longer ago, unless rounds are longer."""
+LEAVE_S = 3.0
+"""That the last rollouts have to leave a node that ends."""
+NOTIFY_S = 10.0
+"""Between two lines for people."""
 
 
 class RolloutSharing:
@@ -67,7 +35,7 @@ class RolloutSharing:
         notify: Callable[[str], None],
         ram: float,
     ) -> None:
-        assert isinstance(task, RLTask)  # `make_task` made it
+        assert isinstance(task, RLTask)
         self._task = task
         self._write = write
         self._notify = notify

@@ -10,326 +10,29 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import json
 import logging
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from statistics import fmean
 
 import torch
-from torch import Tensor
 
 from shoal.node.config.settings import RLSettings
-from shoal.node.rl.environment import HELD_OUT, Completion, Env, EnvError, Policy, Question
+from shoal.node.rl.environment import HELD_OUT, Env, EnvError, Question
+from shoal.node.rl.policy import Completion, Policy
+from shoal.node.rl.remote_rollouts import RemoteRollouts
+from shoal.node.rl.update import RolloutGroup, Update, loss_of, make_update
 from shoal.node.task import Shard, Task
-from shoal.optim.rl import (
-    LOSSES,
-    Completions,
-    TokenLoss,
-    effective_sample_size,
-    group_advantages,
-    log_weights,
-    policy_loss,
-)
-from shoal.optim.rollout_selection import REASONS, Candidate, select
+from shoal.optim.rl import LOSSES
 from shoal.swarm.errors import MessageError
-from shoal.swarm.p2p.newest import Newest
-from shoal.swarm.topics.rollout import Rollout, RolloutPool, pack_logps, pack_tokens
-
-# Groups of completions of a question, and updates of the policy made from them.
-
-
-@dataclass(frozen=True)
-class RolloutGroup:
-    """Prompt of one question, and G completions of it with this node's rewards."""
-
-    prompt: str
-    tokens: tuple[tuple[int, ...], ...]
-    """Tokens of each completion, as this node's policy encodes it."""
-    rewards: tuple[float, ...]
-    behaviour: tuple[tuple[float, ...] | None, ...]
-    """Log-probability of each token under the policy that wrote it, where known."""
-
-
-@dataclass(frozen=True)
-class Update:
-    """Data of one learning step: B completions of all groups together."""
-
-    prompts: tuple[str, ...]
-    tokens: tuple[tuple[int, ...], ...]
-    behaviour: tuple[tuple[float, ...] | None, ...]
-    advantages: Tensor
-    """(B,) float32, on the CPU."""
-
-    @property
-    def length(self) -> int:
-        return sum(map(len, self.tokens))
-
-
-def make_update(groups: Sequence[RolloutGroup]) -> Update | None:
-    """Join the completions of ``groups``; return None if no gradient can come from them."""
-    rewards = torch.tensor(
-        [reward for group in groups for reward in group.rewards], dtype=torch.float64, device="cpu"
-    )
-    numbers = torch.tensor(
-        [number for number, group in enumerate(groups) for _ in group.rewards],
-        dtype=torch.int64,
-        device="cpu",
-    )
-    advantages = group_advantages(rewards, numbers).float()
-    if not bool(advantages.any()):
-        return None
-    return Update(
-        tuple(group.prompt for group in groups for _ in group.tokens),
-        tuple(row for group in groups for row in group.tokens),
-        tuple(row for group in groups for row in group.behaviour),
-        advantages,
-    )
-
-
-def completions_of(policy: Policy, update: Update, temperature: float) -> Completions:
-    """Convert ``update`` for the losses.
-
-    The own policy before the step is "old", also for others' completions (SAPO).
-    """
-    new, mask = policy.log_probs(update.prompts, update.tokens, temperature)
-    old, told = new.detach(), torch.full(mask.shape, torch.nan, device="cpu")  # NaN: not known
-    for row, logs in zip(told, update.behaviour, strict=True):
-        if logs is not None:
-            row[: len(logs)] = torch.tensor(logs[: len(row)], device="cpu")
-    told = told.to(mask.device)
-    return Completions(
-        new,
-        old,
-        mask,
-        update.advantages.to(new.device),
-        torch.where(mask & ~told.isnan(), told, old),
-    )
-
-
-def loss_of(
-    policy: Policy, update: Update, loss: TokenLoss, temperature: float
-) -> tuple[Tensor, float | None]:
-    """Return the scalar to minimise, and the effective sample size per foreign completion (None
-    without log-probabilities).
-    """
-    batch = completions_of(policy, update, temperature)
-    known = [number for number, row in enumerate(update.behaviour) if row is not None]
-    return policy_loss(batch, loss), float(effective_sample_size(log_weights(batch)[known])) / len(
-        known
-    ) if known else None
-
+from shoal.swarm.topics.rollout import RolloutPool, pack_logps, pack_tokens
 
 log = logging.getLogger(__name__)
 
-JUDGED = (
-    64,
-    8,
-    # most groups judged in a round: the larger of the first, and the second for each group to learn
-    # from
-)
-REMEMBERED = 16_384  # groups that are recognised again, whoever sends them
-SENDERS = 1024  # of which the newest policy is known
-LONG = 16  # characters for each allowed token, above which a completion is not judged
-AGE, BEHIND, PER_SENDER = 2, 8, 8
-"""Of other peers' groups: rounds for which one is of use once it came, versions of its sender's
-policy that it may be older than the newest seen, and how many of one peer there are to choose from
-in a round."""
-
-
-@dataclass(frozen=True)
-class _Kept:
-    key: str
-    rollout: Rollout
-    group: RolloutGroup
-    arrived: int  # this node's round
-
-
-def fair(came: Sequence[Rollout], room: int) -> list[Rollout]:
-    """Return at most ``room`` rollouts in order of arrival: the newest of each sender in turn, so
-    that nobody crowds others out.
-    """
-    of_sender: dict[str, list[int]] = {}
-    for place in reversed(range(len(came))):
-        of_sender.setdefault(came[place].peer, []).append(place)
-    turns = sorted(
-        (turn, -place) for places in of_sender.values() for turn, place in enumerate(places)
-    )
-    return [came[place] for place in sorted(-minus for _, minus in turns[:room])]
-
-
-class RemoteRollouts:
-    """Buffer of drained rollouts until they are used or too old.
-
-    ``held_out``: prompts that nobody may train on. ``seed``: of the choice, and this node's own
-    secret (`select`). ``behind``: how many versions of its sender's policy a group may be older
-    than the sender's newest.
-    """
-
-    def __init__(
-        self,
-        env: Env,
-        policy: Policy,
-        held_out: Collection[str],
-        *,
-        seed: int,
-        group: int,
-        max_tokens: int,
-        behind: int,
-    ) -> None:
-        self._env = env
-        self._policy = policy
-        self._held_out = held_out
-        self._seed = seed
-        self._group = group
-        self._max_tokens = max_tokens
-        self._most_behind = behind
-        self._newest = Newest[str, tuple[float, int]](SENDERS)
-        """Of each sender the rollout that it issued last: when, and by which version of its policy.
-        """
-        self._kept: list[_Kept] = []
-        self._seen = Newest[str, None](REMEMBERED)
-        self.used = 0
-        """Number of groups that were learnt from."""
-        self.newest: tuple[tuple[str, float], ...] = ()
-        """Of the groups that were chosen last the senders and mean rewards."""
-        self.rejected: Counter[str] = Counter(
-            {"crowded": 0, "held_out": 0, "unjudged": 0, **dict.fromkeys(REASONS, 0)}
-        )
-        """Numbers of the others, by reason."""
-
-    def take(self, came: list[Rollout], count: int, round: int) -> list[RolloutGroup]:
-        """Choose at most ``count`` groups for this node's ``round``, among those that arrived by
-        now.
-        """
-        for rollout in came:
-            issued = rollout.issued, rollout.policy_version
-            self._newest[rollout.peer] = max(self._newest.get(rollout.peer, issued), issued)
-        fresh = [rollout for rollout in came if self._behind(rollout) <= self._most_behind]
-        self.rejected["off_policy"] += len(came) - len(fresh)  # before they cost a judgement
-        room = max(JUDGED[0], JUDGED[1] * count)
-        self.rejected["crowded"] += max(len(fresh) - room, 0)
-        self._kept += [
-            kept
-            for rollout in fair(fresh, room)
-            if (kept := self._judge(rollout, round)) is not None
-        ]
-        candidates = [
-            Candidate(
-                kept.key,
-                kept.rollout.peer,
-                kept.arrived,
-                kept.group.rewards,
-                self._behind(kept.rollout),
-            )
-            for kept in self._kept
-        ]
-        picked = select(
-            candidates,
-            count,
-            seed=self._seed,
-            round=round,
-            max_age=AGE,
-            per_sender=PER_SENDER,
-            max_behind=self._most_behind,
-        )
-        chosen = [self._kept[place].group for place in picked.places]
-        senders = (self._kept[place].rollout.peer for place in picked.places)
-        self.newest = tuple(
-            (peer, fmean(group.rewards)) for peer, group in zip(senders, chosen, strict=True)
-        )
-        self.used += len(chosen)
-        self._keep(set(picked.places), round)
-        return chosen
-
-    @property
-    def waiting(self) -> int:
-        """Number of groups that may still be learnt from."""
-        return len(self._kept)
-
-    def _behind(self, rollout: Rollout) -> int:
-        """Return the versions from that which wrote ``rollout`` to its sender's newest, also where
-        that began anew.
-        """
-        return abs(
-            self._newest.get(rollout.peer, (0.0, rollout.policy_version))[1]
-            - rollout.policy_version
-        )
-
-    def _keep(self, gone: Collection[int], round: int) -> None:
-        """Keep the rollouts of use in the next round; count the others once, by reason."""
-        kept = []
-        for place, item in enumerate(self._kept):
-            if place in gone:
-                continue
-            if min(item.group.rewards) == max(item.group.rewards):
-                self.rejected["no_spread"] += 1
-            elif self._behind(item.rollout) > self._most_behind:
-                self.rejected["off_policy"] += 1
-            elif round + 1 - item.arrived > AGE:
-                self.rejected["not_drawn"] += 1
-            else:
-                kept.append(item)
-        most = 8 * JUDGED[0]
-        self.rejected["crowded"] += max(len(kept) - most, 0)
-        self._kept = kept[-most:]
-
-    def _judge(self, rollout: Rollout, round: int) -> _Kept | None:
-        """Make the question anew, and compute this node's rewards. The sender decides neither."""
-        # Of its content alone, and equal for copies, whoever signed them: a copied group must not
-        # be learnt from twice.
-        key = hashlib.sha256(
-            json.dumps((rollout.seed, rollout.index, *rollout.completions)).encode()
-        ).hexdigest()
-        if key in self._seen:
-            self.rejected["duplicate"] += 1
-            return None
-        self._seen[key] = None
-        try:
-            question = self._env.made.question(rollout.seed, rollout.index)
-            if question.prompt in self._held_out:
-                self.rejected["held_out"] += 1
-                return None
-            texts = rollout.completions[: self._group]
-            if max(map(len, texts)) > LONG * self._max_tokens + 256:
-                raise ValueError("a completion is too long to be judged")
-            rewards = self._env.rewards(question, texts)
-            tokens = tuple(
-                tuple(self._policy.encode(text, finish == "stop")[: self._max_tokens])
-                for text, finish in zip(texts, rollout.finish, strict=False)
-            )
-        except (
-            Exception
-        ) as error:  # whatever an environment makes of a stranger's text costs this one record
-            log.debug("a rollout could not be judged: %s", error)
-            self.rejected["unjudged"] += 1
-            return None
-        return _Kept(
-            key,
-            rollout,
-            RolloutGroup(question.prompt, tokens, rewards, self._behaviour(rollout, tokens)),
-            round,
-        )
-
-    def _behaviour(
-        self, rollout: Rollout, tokens: tuple[tuple[int, ...], ...]
-    ) -> tuple[tuple[float, ...] | None, ...]:
-        """Return the sender's log-probabilities, where its tokens are those of the text on this
-        node.
-        """
-        told = rollout.behaviours() if rollout.tokenizer == self._policy.tokenizer else ()
-        if not told:
-            return (None,) * len(tokens)
-        return tuple(
-            tuple(one.logps.tolist()) if tuple(one.tokens.tolist()) == row else None
-            for one, row in zip(told, tokens, strict=False)
-        )
-
-
-DRAWS = 1000  # attempts at a question that is not held out
-TOGETHER = 256  # prompts answered at once in an evaluation
+DRAWS_PER_ROUND = 1000
+"""Attempts at questions that are not held out."""
+EVALUATED_AT_ONCE = 256
+"""Prompts answered together in an evaluation."""
 
 
 @dataclass(frozen=True)
@@ -437,7 +140,8 @@ class RLTask(Task):
         """Yield the rounds from number ``step`` on; None for a round without anything to learn
         from.
         """
-        del shard  # questions are made, not assigned: all nodes may ask whatever they like
+        # Questions are made, not assigned: all nodes may ask whatever they like.
+        del shard
         self.foreign = RemoteRollouts(
             self.env,
             self.policy,
@@ -445,25 +149,21 @@ class RLTask(Task):
             seed=self._number("choice", 0),
             group=self.settings.group,
             max_tokens=self.max_tokens,
-            behind=BEHIND,
         )
         return map(self._round, itertools.count(step))
 
     def loss(self, model: torch.nn.Module, batch: Update | None) -> torch.Tensor:
         """Return the policy's loss; 0 without an update."""
+        worth = None
         if batch is None:
             loss = next(p for p in model.parameters() if p.requires_grad).sum() * 0.0
-            worth = None
         else:
-            loss, worth = loss_of(
-                self.policy,
-                batch,
-                LOSSES[self.settings.loss or self.policy.loss],
-                self.settings.temperature,
-            )
+            kind = LOSSES[self.settings.loss or self.policy.loss]
+            loss, worth = loss_of(self.policy, batch, kind, self.settings.temperature)
         assert self._pending is not None
         if worth is not None:
-            self._worths, self._measured = self._worths + worth, self._measured + 1
+            self._worths += worth
+            self._measured += 1
         self._on_round(replace(self._pending, worth=worth, loss=float(loss.detach())))
         return loss
 
@@ -478,16 +178,15 @@ class RLTask(Task):
 
     def _mean_reward(self) -> float:
         total = 0.0
-        for start in range(0, len(self.held_out), TOGETHER):
-            asked = self.held_out[start : start + TOGETHER]
+        for start in range(0, len(self.held_out), EVALUATED_AT_ONCE):
+            asked = self.held_out[start : start + EVALUATED_AT_ONCE]
             prompts = [question.prompt for question in asked]
             answers = self.policy.generate(
                 prompts, 1, temperature=0.0, max_tokens=self.max_tokens, seed=0
             )
-            total += sum(
-                self.env.rewards(question, [one.text])[0]
-                for question, (one,) in zip(asked, answers, strict=True)
-            )
+            for question, (answer,) in zip(asked, answers, strict=True):
+                (reward,) = self.env.rewards(question, [answer.text])
+                total += reward
         return total / len(self.held_out)
 
     def tokens(self, batch: Update | None) -> int:
@@ -523,16 +222,16 @@ class RLTask(Task):
         """
         found: list[tuple[int, Question]] = []
         seed = self._number("questions", 0)
-        index = round * DRAWS
+        index = round * DRAWS_PER_ROUND
         while len(found) < self.settings.local:
             question = self.env.made.question(seed, index)
             if question.prompt not in self.held_out_prompts:
                 found.append((index, question))
             index += 1
-            if index >= (round + 1) * DRAWS:
+            if index >= (round + 1) * DRAWS_PER_ROUND:
                 raise EnvError(
-                    f"Of {DRAWS} questions of {self.env.label!r} hardly one is not held out: make "
-                    "it ask more different questions, or set rl.held_out lower."
+                    f"Of {DRAWS_PER_ROUND} questions of {self.env.label!r} hardly one is not held "
+                    "out: make it ask more different questions, or set rl.held_out lower."
                 )
         return found
 
@@ -550,9 +249,8 @@ class RLTask(Task):
             others = self.foreign.take(came, self.settings.external, number)
         self.rounds += 1
         self.cumulative += reward or 0.0
-        self._pending = RLRound(
-            round=number, reward=reward, own=len(own), used=self.foreign.newest if others else ()
-        )
+        used = self.foreign.newest if others else ()
+        self._pending = RLRound(round=number, reward=reward, own=len(own), used=used)
         return make_update(own + others) if own or others else None
 
     def _write(self, number: int) -> tuple[list[RolloutGroup], float | None]:
@@ -560,28 +258,40 @@ class RLTask(Task):
         asked = self._questions(number)
         if not asked:
             return [], None
-        settings = self.settings
         claimed = self._claim(asked)
         written = [group.completions for group in claimed]
-        if rest := asked[len(claimed) :]:
-            written += self.policy.generate(
-                [question.prompt for _, question in rest],
-                settings.group,
-                temperature=settings.temperature,
-                max_tokens=self.max_tokens,
-                seed=self._number("completions", number),
-            )
-        groups = []
-        for place, ((index, question), completions) in enumerate(zip(asked, written, strict=True)):
-            if place >= len(claimed) or not claimed[place].planted:
-                rewards = self.env.rewards(question, [one.text for one in completions])
-                tokens = tuple(one.tokens for one in completions)
-                logs = tuple(None for _ in completions)
-                groups.append(RolloutGroup(question.prompt, tokens, rewards, logs))
-            if self._sharing is not None and settings.only != "learn":
+        written += self._completions(asked[len(claimed) :], number)
+        planted = [group.planted for group in claimed] + [False] * (len(asked) - len(claimed))
+        groups: list[RolloutGroup] = []
+        rewards: list[float] = []
+        for (index, question), completions, is_planted in zip(asked, written, planted, strict=True):
+            if not is_planted:
+                group = self._judged(question, completions)
+                groups.append(group)
+                rewards += group.rewards
+            if self._sharing is not None and self.settings.only != "learn":
                 self._share(number, index, completions)
-        given = [reward for group in groups for reward in group.rewards]
-        return groups, sum(given) / len(given) if given else None
+        return groups, sum(rewards) / len(rewards) if rewards else None
+
+    def _completions(
+        self, asked: list[tuple[int, Question]], number: int
+    ) -> list[list[Completion]]:
+        """Write a group of completions of each question of round ``number``."""
+        if not asked:
+            return []
+        return self.policy.generate(
+            [question.prompt for _, question in asked],
+            self.settings.group,
+            temperature=self.settings.temperature,
+            max_tokens=self.max_tokens,
+            seed=self._number("completions", number),
+        )
+
+    def _judged(self, question: Question, completions: list[Completion]) -> RolloutGroup:
+        """Return the group of ``completions`` with their rewards."""
+        rewards = self.env.rewards(question, [one.text for one in completions])
+        tokens = tuple(one.tokens for one in completions)
+        return RolloutGroup(question.prompt, tokens, rewards, (None,) * len(completions))
 
     def _claim(self, asked: list[tuple[int, Question]]) -> list[Claimed]:
         """Write the first groups of a round, as many as claims are due."""
@@ -596,6 +306,9 @@ class RLTask(Task):
 
     def _share(self, number: int, index: int, completions: list[Completion]) -> None:
         assert self._sharing is not None
+        logps: list[bytes] = []
+        for one in completions:
+            logps.append(pack_logps([min(log_prob, 0.0) for log_prob in one.log_probs]))
         try:
             rollout = self._sharing.make(
                 env=self.env.label,
@@ -608,9 +321,7 @@ class RLTask(Task):
                 policy_version=0 if self._frozen else number,
                 temperature=self.settings.temperature,
                 tokens=tuple(pack_tokens(one.tokens) for one in completions),
-                logps=tuple(
-                    pack_logps([min(log, 0.0) for log in one.log_probs]) for one in completions
-                ),
+                logps=tuple(logps),
                 tokenizer=self.policy.tokenizer,
             )
             self._sharing.publish(rollout)

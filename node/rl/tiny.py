@@ -19,23 +19,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shoal.node.rl.environment import (
-    Choose,
-    Completion,
-    Environment,
-    PolicyError,
-    chances,
-    draw,
-    drawn,
-    looks,
-    pad,
-)
+from shoal.node.rl.environment import Environment
+from shoal.node.rl.policy import Choose, Completion, PolicyError
+from shoal.node.rl.sampling import chances, draw, is_look_due, pad, rows_drawn
+from shoal.swarm.topics.rollout import Finish
 
 ALPHABET = "".join(map(chr, range(32, 127)))
-END, OTHER = 0, 1  # token ids; those of the alphabet follow
+END = 0
+OTHER = 1
+"""Token ids; those of the alphabet follow."""
 VOCABULARY = 2 + len(ALPHABET)
 CONTEXT = 256
-LONGEST_PROMPT = 160  # characters; only the end of longer ones is read
+"""Tokens that the model sees at most."""
+LONGEST_PROMPT = 160
+"""Characters; only the end of longer ones is read."""
+LONGEST_ANSWER = CONTEXT - LONGEST_PROMPT - 1
+"""Tokens that fit behind the longest prompt and its end of line."""
+WARM_UP_STEPS = 20
+"""Over which the learning rate of the warm start rises."""
 
 HABITS: dict[str, Callable[[str], str]] = {
     "copy": lambda word: word,
@@ -85,11 +86,12 @@ class _Block(nn.Module):
         Also return keys and values of all S positions.
         """
         b, t, c = x.shape
-        q, k, v = (
-            self.qkv(self.norm1(x)).view(b, t, 3, self.heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
-        )  # (B, H, T, D)
+        # (3, B, H, T, D)
+        qkv = self.qkv(self.norm1(x)).view(b, t, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        q, k, v = qkv.unbind(0)
         if past is not None:
-            k, v = torch.cat([past[0], k], 2), torch.cat([past[1], v], 2)
+            k = torch.cat([past[0], k], 2)
+            v = torch.cat([past[1], v], 2)
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=visible)
         x = x + self.out(y.transpose(1, 2).reshape(b, t, c))
         return x + self.down(F.gelu(self.up(self.norm2(x)))), (k, v)
@@ -169,7 +171,10 @@ class Tiny:
     def encode(self, completion: str, ended: bool) -> list[int]:
         """Encode one token a character; all outside printable ASCII are the same token."""
         # `find` returns -1 for those, which makes OTHER.
-        return [2 + ALPHABET.find(character) for character in completion] + ([END] if ended else [])
+        ids = [2 + ALPHABET.find(character) for character in completion]
+        if ended:
+            ids.append(END)
+        return ids
 
     def ends(self, token: int) -> bool:
         return token == END
@@ -177,6 +182,11 @@ class Tiny:
     def _prompt(self, prompt: str) -> list[int]:
         # The end of line marks the start of the answer; a prompt is never empty with it.
         return [*self.encode(prompt[-LONGEST_PROMPT:], False), OTHER]
+
+    def _padded(self, prompts: Sequence[str]) -> tuple[Tensor, Tensor]:
+        """Return the tokens of ``prompts``, (B, T), and where they are no padding."""
+        rows = [self._prompt(prompt) for prompt in prompts]
+        return pad(rows, END, left=True, device=self._device())
 
     @torch.no_grad()
     def generate(
@@ -190,11 +200,9 @@ class Tiny:
         choose: Choose | None = None,
     ) -> list[list[Completion]]:
         """Implement `Policy.generate`; each prompt is read once for all of its completions."""
-        most = min(max_tokens, CONTEXT - LONGEST_PROMPT - 1)
+        most = min(max_tokens, LONGEST_ANSWER)
         generator = torch.Generator().manual_seed(seed)
-        tokens, mask = pad(
-            [self._prompt(prompt) for prompt in prompts], END, left=True, device=self._device()
-        )
+        tokens, mask = self._padded(prompts)
         logits, cache = self.module(tokens, mask)
         logits = logits[:, -1].repeat_interleave(count, 0)
         cache = [(k.repeat_interleave(count, 0), v.repeat_interleave(count, 0)) for k, v in cache]
@@ -207,12 +215,12 @@ class Tiny:
             ids.append(chosen)
             logs.append(log)
             going = going & (chosen != END)
-            if len(ids) == most or (looks(len(ids), mask.device) and not bool(going.any())):
+            if len(ids) == most or (is_look_due(len(ids), mask.device) and not bool(going.any())):
                 break
             mask = torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
             step, cache = self.module(chosen[:, None], mask, cache)
             logits = step[:, -1]
-        written = [_completion(row, log) for row, log in drawn(ids, logs)]
+        written = [_completion(row, log) for row, log in rows_drawn(ids, logs)]
         return [written[start : start + count] for start in range(0, len(written), count)]
 
     def log_probs(
@@ -232,16 +240,12 @@ class Tiny:
         self, prompts: Sequence[str], completions: Sequence[Sequence[int]]
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return logits (B, T, V), and the completions' tokens and mask, (B, T)."""
-        most = CONTEXT - LONGEST_PROMPT - 1
-        before, seen = pad(
-            [self._prompt(prompt) for prompt in prompts], END, left=True, device=self._device()
-        )
-        after, mask = pad(
-            [row[:most] for row in completions], END, left=False, device=self._device()
-        )
-        logits, _ = self.module(
-            torch.cat([before, after], 1)[:, :-1], torch.cat([seen, mask], 1)[:, :-1]
-        )
+        before, seen = self._padded(prompts)
+        rows = [row[:LONGEST_ANSWER] for row in completions]
+        after, mask = pad(rows, END, left=False, device=self._device())
+        tokens = torch.cat([before, after], 1)
+        visible = torch.cat([seen, mask], 1)
+        logits, _ = self.module(tokens[:, :-1], visible[:, :-1])
         return logits[:, before.shape[1] - 1 :], after, mask
 
     def _warm_up(
@@ -258,20 +262,19 @@ class Tiny:
                 for number in range(warm.batch)
             ]
             right = torch.rand(warm.batch, generator=generator, device="cpu") < warm.right
-            shown = [
-                question.answer
-                if follows and question.answer is not None
-                else habit((question.prompt.split() or [""])[-1])
-                for question, follows in zip(questions, right.tolist(), strict=True)
-            ]
-            rows = [self.encode(text, True) for text in shown]
+            rows: list[list[int]] = []
+            for question, follows_rule in zip(questions, right.tolist(), strict=True):
+                last_word = (question.prompt.split() or [""])[-1]
+                shown = habit(last_word)
+                if follows_rule and question.answer is not None:
+                    shown = question.answer
+                rows.append(self.encode(shown, True))
             logs, mask = self.log_probs([question.prompt for question in questions], rows, 1.0)
+            rise = min(1.0, (step + 1) / WARM_UP_STEPS)
+            # A cosine down to a tenth.
+            fall = 0.1 + 0.45 * (1 + math.cos(math.pi * step / warm.steps))
             for group in optimizer.param_groups:
-                group["lr"] = (
-                    warm.lr
-                    * min(1.0, (step + 1) / 20)
-                    * (0.1 + 0.45 * (1 + math.cos(math.pi * step / warm.steps)))
-                )
+                group["lr"] = warm.lr * rise * fall
             optimizer.zero_grad()
             torch.autograd.backward(-(logs * mask).sum() / mask.sum())
             optimizer.step()
@@ -280,9 +283,11 @@ class Tiny:
 
 def _completion(ids: list[int], logs: list[float]) -> Completion:
     length = ids.index(END) + 1 if END in ids else len(ids)
-    text = "".join(
-        "?" if token < 2 else ALPHABET[token - 2] for token in ids[:length] if token != END
-    )
-    return Completion(
-        text, tuple(ids[:length]), tuple(logs[:length]), "stop" if END in ids else "length"
-    )
+    text = ""
+    for token in ids[:length]:
+        if token >= 2:
+            text += ALPHABET[token - 2]
+        elif token == OTHER:
+            text += "?"
+    finish: Finish = "stop" if END in ids else "length"
+    return Completion(text, tuple(ids[:length]), tuple(logs[:length]), finish)

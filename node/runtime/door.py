@@ -121,7 +121,7 @@ def check_size(
 def make_task(settings: Settings) -> Task:
     """Return a new task of the settings. EnvError, HookError or PolicyError."""
     if settings.task.hooks == RL:
-        from shoal.node.rl.rollout_sharing import make_task as make_rl_task
+        from shoal.node.rl.loading import make_task as make_rl_task
 
         return make_rl_task(settings)
     own = {"data": settings.node.data} if settings.node.data else {}

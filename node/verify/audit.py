@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
-from shoal.node.rl.environment import Policy
+from shoal.node.rl.policy import Policy
 from shoal.swarm.errors import ShoalError
 from shoal.swarm.gossip.gossip import Gossip
 from shoal.swarm.membership.membership import Membership

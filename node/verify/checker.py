@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from shoal.node.config.settings import served_by
-from shoal.node.rl.environment import Choose, Completion, Env, Policy
+from shoal.node.rl.environment import Env
+from shoal.node.rl.policy import Choose, Completion, Policy
 from shoal.node.verify.audit import (
     Finding,
     Measured,

@@ -18,8 +18,9 @@ from typing import Any, cast
 
 from shoal.node.config.device import use_threads
 from shoal.node.config.settings import Settings
-from shoal.node.rl.environment import Env, Option, Policy
+from shoal.node.rl.environment import Env, Option
 from shoal.node.rl.loading import load_env, load_policy
+from shoal.node.rl.policy import Policy
 from shoal.node.rl.task import Claimed, RLTask
 from shoal.node.verify.audit import (
     Finding,

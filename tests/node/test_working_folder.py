@@ -27,8 +27,10 @@ from shoal.node.data.source import DataError
 from shoal.node.data.tokenizer import BYTES, load_tokenizer
 from shoal.node.demo import demo
 from shoal.node.integrations.own_loop import Run
-from shoal.node.rl.environment import EnvError, Gym, PolicyError
+from shoal.node.rl.environment import EnvError
+from shoal.node.rl.gym import Gym
 from shoal.node.rl.hf import load_hf
+from shoal.node.rl.policy import PolicyError
 from shoal.node.runtime.door import task_label
 from shoal.node.tasks.loader import load_task
 from shoal.node.tasks.text import TextTask

@@ -12,8 +12,8 @@ from shoal.node.checkpoint import export, store
 from shoal.node.commands import creator, status
 from shoal.node.commands.sample import SampleError, load_pulled
 from shoal.node.data.source import DataError
-from shoal.node.rl.environment import PolicyError
-from shoal.node.rl.serving import _said, _Server
+from shoal.node.rl.completion_server import CompletionServer, _said
+from shoal.node.rl.policy import PolicyError
 from shoal.node.runtime import resume
 from shoal.node.task import Shard
 from shoal.node.tasks.gpt import GPT
@@ -224,8 +224,8 @@ def file_decoders():
         ),
         one(
             "completions of a server",
-            "node/rl/serving.py:_Server.read",
-            lambda data: _Server("http://[::1]:1").read(data, 1, 4, 9),
+            "node/rl/completion_server.py:CompletionServer.read",
+            lambda data: CompletionServer("http://[::1]:1").read(data, 1, 4, 9),
             lambda: (
                 b'{"choices": [{"index": 0, "logprobs": {"tokens": ["token_id:3"], '
                 b'"token_logprobs": [-0.5]}}]}'
@@ -235,7 +235,7 @@ def file_decoders():
         ),
         one(
             "error of a server",
-            "node/rl/serving.py:_said",
+            "node/rl/completion_server.py:_said",
             _said,
             lambda: b'{"error": {"message": "no such model"}}',
             JSON,

@@ -133,7 +133,7 @@ OPENERS = {
 DIGESTS = {
     "node/data/sharding.py:stable_hash",
     "node/data/sharding.py:is_held_out",
-    "node/rl/environment.py:Gym.question",
+    "node/rl/gym.py:Gym.question",
     "node/rl/task.py:RLTask._number",
     "node/task.py:LoadedBatches._begin_epoch",
     "node/verify/material.py:seed_of",

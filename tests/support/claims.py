@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
-from shoal.node.rl.environment import Env, Policy
+from shoal.node.rl.environment import Env
+from shoal.node.rl.policy import Policy
 from shoal.node.rl.tiny import Tiny, Warm
 from shoal.node.verify.audit import digest
 from shoal.node.verify.checker import Checker, make_claim, prove

@@ -17,7 +17,7 @@ from click.testing import CliRunner
 from shoal.node.cli.main import cli
 from shoal.node.cli.prepare import FILES, TEMPLATES, ScaffoldError, scaffold
 from shoal.node.config.settings import load
-from shoal.node.rl.rollout_sharing import make_task
+from shoal.node.rl.loading import make_task
 from shoal.node.task import Shard
 from shoal.node.tasks.loader import load_task
 from shoal.node.training.trainer import Trainer

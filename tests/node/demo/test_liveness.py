@@ -15,7 +15,7 @@ from shoal.node.demo import cheating, nodes
 from shoal.node.demo.demo import _all_began, _done, _ended, _loss, _sent, stage
 from shoal.node.demo.nodes import LONG_S, QUIET_S, DemoError, Liveness, interpreter
 from shoal.node.demo.rl import bans, policies, run_demo
-from shoal.node.rl import rollout_sharing
+from shoal.node.rl import loading
 from shoal.node.rl.loading import load_env
 from shoal.node.rl.tiny import Tiny
 from shoal.node.verify import checker, completions
@@ -255,7 +255,7 @@ def test_cheat_rounds_its_writing_only(monkeypatch):
         seen.append(len(set(policy.module.head.weight[0].tolist())))
 
     monkeypatch.setattr(Tiny, "generate", generate)
-    monkeypatch.setattr(rollout_sharing, "load_policy", None)
+    monkeypatch.setattr(loading, "load_policy", loading.load_policy)
     monkeypatch.setattr(completions, "prove", None)
     monkeypatch.setattr(
         checker,
@@ -263,7 +263,7 @@ def test_cheat_rounds_its_writing_only(monkeypatch):
         lambda policy: seen.append(len(set(policy.module.head.weight[0].tolist()))),
     )
     cheating.cheat()
-    policy = rollout_sharing.load_policy("tiny", load_env("strings", {}), 0)
+    policy = loading.load_policy("tiny", load_env("strings", {}), 0)
     for writer, temperature in ((policy, 1.0), (policy, 0.0), (copy.deepcopy(policy), 1.0)):
         writer.generate(["?"], 1, temperature=temperature, max_tokens=4, seed=0)
     completions.prove(policy)

@@ -4,7 +4,7 @@ find a real one.
 
 import pytest
 
-from shoal.node.rl.environment import Strings
+from shoal.node.rl.strings import Strings
 from shoal.node.rl.tiny import Tiny, Warm
 from tests.support.transformers_models import saved_model
 

@@ -8,8 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.node.rl.environment import HELD_OUT, RULES, PolicyError, Question, Strings, canonical
+from shoal.node.rl.environment import HELD_OUT, Question, canonical
 from shoal.node.rl.loading import load_env, load_policy
+from shoal.node.rl.policy import PolicyError
+from shoal.node.rl.strings import RULES, Strings
 from shoal.node.user_code import UserCodeError
 
 ADD = f"{Path(__file__).parents[3] / 'examples' / 'add_env.py'}:Add"
@@ -17,7 +19,7 @@ ADD = f"{Path(__file__).parents[3] / 'examples' / 'add_env.py'}:Add"
 
 def test_questions_are_the_same_in_another_process():
     code = (
-        "from shoal.node.rl.environment import Strings\nfor i in range(20): "
+        "from shoal.node.rl.strings import Strings\nfor i in range(20): "
         "print(Strings().question(7, i).prompt)"
     )
     told = subprocess.run(

@@ -8,7 +8,8 @@ from importlib.util import find_spec
 
 import pytest
 
-from shoal.node.rl.environment import NINE, EnvError, Gym
+from shoal.node.rl.environment import EnvError
+from shoal.node.rl.gym import NINE, Gym
 from shoal.node.rl.loading import load_env
 
 # Not by importing it: that takes half a second, also of who only collects.

@@ -6,9 +6,14 @@ import pytest
 import torch
 
 from shoal.node.config.settings import RLSettings
-from shoal.node.rl.environment import Env, Gym, PolicyError, Strings, canonical, draw
+from shoal.node.rl.environment import Env, canonical
+from shoal.node.rl.gym import Gym
 from shoal.node.rl.hf import HF, load_hf
-from shoal.node.rl.task import RLRound, RLTask, RolloutGroup, make_update
+from shoal.node.rl.policy import PolicyError
+from shoal.node.rl.sampling import draw
+from shoal.node.rl.strings import Strings
+from shoal.node.rl.task import RLRound, RLTask
+from shoal.node.rl.update import RolloutGroup, make_update
 from shoal.node.task import Shard
 from shoal.node.training.trainer import Trainer
 from shoal.swarm.manifest import OuterSettings, TrainSettings
@@ -122,7 +127,7 @@ def test_rare_looks_change_no_completion(policy, monkeypatch):
     found = []
     for every in (1, 8):
         monkeypatch.setattr(
-            "shoal.node.rl.hf.looks", lambda token, device, every=every: token % every == 0
+            "shoal.node.rl.hf.is_look_due", lambda token, device, every=every: token % every == 0
         )
         found.append(policy.generate(PROMPTS, 5, temperature=0.0, max_tokens=11, seed=0))
     assert [[one.tokens for one in group] for group in found[0]] == [

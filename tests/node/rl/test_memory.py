@@ -7,7 +7,7 @@ import tracemalloc
 import pytest
 
 from shoal.node.config.settings import RLSettings
-from shoal.node.rl import task as rl_task
+from shoal.node.rl import remote_rollouts
 from shoal.node.rl.loading import load_env
 from shoal.node.rl.task import RLTask
 from shoal.node.rl.tiny import Tiny, Warm
@@ -84,8 +84,9 @@ def objects_and_bytes():
 
 @pytest.mark.ci
 def test_memory_stays_as_it_is_over_hundreds_of_updates(monkeypatch):
-    for module, name in ((rl_task, "REMEMBERED"), (rl_task, "SENDERS"), (rollout, "REMEMBERED")):
-        monkeypatch.setattr(module, name, SMALL)
+    monkeypatch.setattr(remote_rollouts, "REMEMBERED_GROUPS", SMALL)
+    monkeypatch.setattr(remote_rollouts, "SENDERS", SMALL)
+    monkeypatch.setattr(rollout, "REMEMBERED", SMALL)
     clock = Clock()
     clock.now = 1e9
     gossip = Gossip()

@@ -3,7 +3,13 @@
 import pytest
 import torch
 
-from shoal.node.rl.newest_weights import CERTAIN, EXACT_NATS, FEWEST, STALE, OlderWeights
+from shoal.node.rl.newest_weights import (
+    CERTAIN_ERRORS,
+    EXACT_NATS,
+    FEWEST_COMPLETIONS,
+    STALE_SLOPE,
+    OlderWeights,
+)
 
 ROWS, TOKENS = 16, 8
 
@@ -36,7 +42,7 @@ def concluded(seed, most=200, **options):
 
 def test_small_differences_are_told_over_several_answers():
     found = [concluded(seed, stale=1.0, difference=0.005) for seed in range(20)]
-    assert all(slope > 2 * STALE for slope, _ in found)
+    assert all(slope > 2 * STALE_SLOPE for slope, _ in found)
     assert all(number > 5 for _, number in found)
 
 
@@ -59,9 +65,9 @@ def test_concluded_evidence_of_freshness_is_forgotten():
 
 def test_few_completions_or_differences_below_what_is_exact_say_nothing():
     (error, apart, mask) = next(answers(0, stale=1.0, noise=0.0))
-    few = slice(FEWEST - 1)
+    few = slice(FEWEST_COMPLETIONS - 1)
     assert OlderWeights().add(error[few], apart[few], mask[few]) is None
-    hardly = CERTAIN * EXACT_NATS / (1 - STALE) / float(apart.norm())
+    hardly = CERTAIN_ERRORS * EXACT_NATS / (1 - STALE_SLOPE) / float(apart.norm())
     for factor, told in ((0.9, False), (1.1, True)):
         scale = factor * hardly
         assert (OlderWeights().add(scale * error, scale * apart, mask) is not None) == told

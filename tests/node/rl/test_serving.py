@@ -15,11 +15,12 @@ import torch
 from safetensors.torch import load_file
 
 from shoal.node.config.settings import RLSettings, Settings
-from shoal.node.rl import serving
-from shoal.node.rl.environment import Env, PolicyError, Question, Strings, canonical
+from shoal.node.rl import completion_server
+from shoal.node.rl.environment import Env, Question, canonical
 from shoal.node.rl.hf import HF
-from shoal.node.rl.loading import load_policy
-from shoal.node.rl.rollout_sharing import make_task
+from shoal.node.rl.loading import load_policy, make_task
+from shoal.node.rl.policy import PolicyError
+from shoal.node.rl.strings import Strings
 from shoal.node.rl.task import RLTask
 from shoal.node.task import Shard
 from shoal.node.training.trainer import Trainer
@@ -420,7 +421,7 @@ def test_a_server_that_is_too_slow_is_left(policy, server, drips, monkeypatch):
             if drips:
                 handler.wfile.write(b" ")
 
-    monkeypatch.setattr(serving, "ANSWER_S", 0.4)
+    monkeypatch.setattr(completion_server, "ANSWER_S", 0.4)
     server.reply = late
     with pytest.raises(
         PolicyError, match="did not answer /v1/completions within 0 s: ask for less at once"

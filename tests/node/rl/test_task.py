@@ -9,20 +9,13 @@ import pytest
 import torch
 
 from shoal.node.config.settings import RLSettings, Settings
-from shoal.node.rl.environment import HELD_OUT, Completion, EnvError, Question
-from shoal.node.rl.loading import load_env
-from shoal.node.rl.rollout_sharing import make_task
-from shoal.node.rl.task import (
-    Claimed,
-    RemoteRollouts,
-    RLTask,
-    RolloutGroup,
-    completions_of,
-    fair,
-    loss_of,
-    make_update,
-)
+from shoal.node.rl.environment import HELD_OUT, EnvError, Question
+from shoal.node.rl.loading import load_env, make_task
+from shoal.node.rl.policy import Completion
+from shoal.node.rl.remote_rollouts import RemoteRollouts, fair
+from shoal.node.rl.task import Claimed, RLTask
 from shoal.node.rl.tiny import Tiny, Warm
+from shoal.node.rl.update import RolloutGroup, completions_of, loss_of, make_update
 from shoal.node.task import Shard
 from shoal.node.training.trainer import Trainer
 from shoal.optim.rl import LOSSES

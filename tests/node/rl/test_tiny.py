@@ -6,7 +6,9 @@ import math
 import pytest
 import torch
 
-from shoal.node.rl.environment import PolicyError, Strings, chances, draw
+from shoal.node.rl.policy import PolicyError
+from shoal.node.rl.sampling import chances, draw
+from shoal.node.rl.strings import Strings
 from shoal.node.rl.tiny import ALPHABET, END, HABITS, LONGEST_PROMPT, Tiny, Warm
 
 PROMPTS = ["last: abc", "reverse: fedc", "x", ""]

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from shoal.node.rl.environment import Env, Strings, canonical
+from shoal.node.rl.environment import Env, canonical
+from shoal.node.rl.strings import Strings
 from shoal.node.rl.tiny import Tiny, Warm
 from shoal.node.verify.audit import snapshot
 from shoal.node.verify.completions import self_calibrate

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load, save
 
-from shoal.node.rl.environment import Strings
+from shoal.node.rl.strings import Strings
 from shoal.node.rl.tiny import Tiny, Warm
 from shoal.node.verify import audit
 from shoal.node.verify.audit import (

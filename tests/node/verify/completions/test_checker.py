@@ -8,7 +8,7 @@ import dataclasses
 import pytest
 import torch
 
-from shoal.node.rl.environment import Strings
+from shoal.node.rl.strings import Strings
 from shoal.node.rl.tiny import END, Tiny, Warm
 from shoal.node.verify.audit import (
     MOST_EVIDENCE,

@@ -7,8 +7,9 @@ import copy
 import pytest
 import torch
 
-from shoal.node.rl.environment import Env, Strings, canonical
+from shoal.node.rl.environment import Env, canonical
 from shoal.node.rl.hf import load_hf
+from shoal.node.rl.strings import Strings
 from shoal.node.verify.audit import digest, load_snapshot, snapshot, trained
 from shoal.node.verify.checker import Checker, make_claim, prove
 from shoal.node.verify.completions import self_calibrate
