@@ -37,7 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench._page import put_into
 from shoal.swarm import identity
-from shoal.swarm.access import AccessPolicy
+from shoal.swarm.access.policy import AccessPolicy
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.membership import peer_exchange
 from shoal.swarm.membership.directory import Directory

@@ -30,7 +30,7 @@ from libp2p.pubsub.pubsub import Pubsub
 from libp2p.tools.anyio_service import background_trio_service
 from multiaddr import Multiaddr
 
-from shoal.swarm.access import Link
+from shoal.swarm.access.link import Link
 from shoal.swarm.errors import MessageError
 from shoal.swarm.gossip.envelope import open_body, open_envelope, room_for, topic_of
 from shoal.swarm.manifest import MANIFEST_PROTOCOL, swarm_id, title_of

@@ -14,7 +14,7 @@ from shoal.node.cli.main import cli
 from shoal.node.console import ExitCode
 from shoal.node.doctor import checks as here
 from shoal.node.doctor.network_checks import Visit
-from shoal.swarm.access import Link
+from shoal.swarm.access.link import Link
 from shoal.swarm.errors import ShoalError
 
 PAGE = (Path(__file__).resolve().parent.parent / "docs" / "troubleshooting.md").read_text(

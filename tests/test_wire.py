@@ -7,8 +7,8 @@ import pkgutil
 import re
 
 import shoal.swarm
-from shoal.swarm.access import MAX_ADDRESSES as LINK_ADDRESSES
-from shoal.swarm.access import MAX_CHARS
+from shoal.swarm.access.link import MAX_ADDRESSES as LINK_ADDRESSES
+from shoal.swarm.access.link import MAX_CHARS
 from shoal.swarm.changes import CHANGE_PROTOCOL
 from shoal.swarm.exchange.group.leader import DECISION_PROTOCOL, LEADER_PROTOCOL
 from shoal.swarm.exchange.group.reduction import PART, PAYLOAD_PROTOCOL, SMALLEST

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from shoal.node.parallel.launcher import Job
     from shoal.node.parallel.ranks import NodeRanks
     from shoal.node.runtime.run_options import ShutdownSignals
-    from shoal.swarm.access import Link
+    from shoal.swarm.access.link import Link
 
 
 RUN_FLAGS = {RUN: ("train.steps", "outer.every", "swarm.invite_only", "swarm.public")}

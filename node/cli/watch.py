@@ -18,7 +18,7 @@ from shoal.node.console import HERE, Address, parse_address, require
 if TYPE_CHECKING:
     from shoal.node.watch.events import Event
     from shoal.node.watch.source import EventSource
-    from shoal.swarm.access import Link
+    from shoal.swarm.access.link import Link
 
 SHOWN = {"tui": ("textual",), "web": ("aiohttp", "segno"), "json": ()}  # packages of each form
 OWN = (HERE, "::1", "localhost")

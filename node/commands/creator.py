@@ -21,7 +21,8 @@ from shoal.node.commands.status import MAX_BYTES, RUNS
 from shoal.node.config.links import LINK
 from shoal.node.config.settings import ConfigError, OwnTraining, default_identity_path, known_keys
 from shoal.node.console import plural
-from shoal.swarm.access import Link, issue
+from shoal.swarm.access.invitation import issue
+from shoal.swarm.access.link import Link
 from shoal.swarm.changes import ChangePart, described, extended, refusal
 from shoal.swarm.errors import AdmissionError, IdentityError, NetworkError
 from shoal.swarm.identity import Identity

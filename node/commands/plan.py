@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from shoal.node.plan import MEMORY_SOURCE, ModelTensors, RunCost, advise, rows, run_cost
-from shoal.swarm.access import Link
+from shoal.swarm.access.link import Link
 from shoal.swarm.errors import MessageError, NetworkError, ShoalError
 from shoal.swarm.exchange.cost import BUSY, GOOD, Line
 from shoal.swarm.figures import amount, duration

@@ -34,7 +34,7 @@ from shoal.node.tasks.loader import HookError
 from shoal.optim.codecs.base import FLOAT32, all_finite
 from shoal.optim.outer.averaged import float_buffers
 from shoal.optim.parameters import AveragedParameters
-from shoal.swarm.access import Link
+from shoal.swarm.access.link import Link
 from shoal.swarm.exchange.contribution import model_digest
 from shoal.swarm.manifest import Manifest
 from shoal.swarm.membership.admission import visited

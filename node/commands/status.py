@@ -20,7 +20,7 @@ from typing import Any
 from shoal.node.config.links import LINK
 from shoal.node.console import plural
 from shoal.node.console import table as grid
-from shoal.swarm.access import Link
+from shoal.swarm.access.link import Link
 from shoal.swarm.errors import LinkError, printable
 from shoal.swarm.figures import duration
 from shoal.swarm.membership.admission import connected, open_directory

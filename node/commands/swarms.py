@@ -17,7 +17,8 @@ from shoal.node.config.settings import ConfigError, default_identity_path
 from shoal.node.console import dumps, plural
 from shoal.node.console import table as grid
 from shoal.node.tasks.text_size import listed_parameters
-from shoal.swarm.access import Link, address_problem
+from shoal.swarm.access.address import address_problem
+from shoal.swarm.access.link import Link
 from shoal.swarm.errors import LinkError, NetworkError
 from shoal.swarm.figures import amount
 from shoal.swarm.identity import Identity

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from shoal.swarm.access import Link
+from shoal.swarm.access.link import Link
 from shoal.swarm.p2p.peerstore import Peerstore
 
 KNOWN_PEERS = "peers.json"

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from shoal.node.home import expanded
-from shoal.swarm.access import PeerLists
+from shoal.swarm.access.policy import PeerLists
 from shoal.swarm.errors import ShoalError
 from shoal.swarm.identity import is_peer_id
 

@@ -37,7 +37,7 @@ from pydantic import (
 from shoal.node.console import parse_address
 from shoal.node.home import HomeError, expanded
 from shoal.optim.methods import ALONE, one_of
-from shoal.swarm.access import address_problem
+from shoal.swarm.access.address import address_problem
 from shoal.swarm.errors import ShoalError
 from shoal.swarm.manifest import (
     Bucket,

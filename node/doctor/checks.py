@@ -32,7 +32,8 @@ from shoal.node.doctor.network_checks import (
     examine,
 )
 from shoal.node.runtime.run_options import METRICS
-from shoal.swarm.access import MAX_ADDRESSES, Link, invited
+from shoal.swarm.access.invitation import invited
+from shoal.swarm.access.link import MAX_ADDRESSES, Link
 from shoal.swarm.errors import NetworkError, printable
 from shoal.swarm.identity import Identity
 from shoal.swarm.p2p.listening import check_free

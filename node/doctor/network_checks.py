@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 from shoal.node.console import ExitCode, plural
 from shoal.node.user_code import explained
 from shoal.optim.methods import METHODS, methods_of
-from shoal.swarm.access import Link
+from shoal.swarm.access.link import Link
 from shoal.swarm.errors import MessageError, NetworkError, ShoalError
 from shoal.swarm.identity import Identity
 from shoal.swarm.membership.clock_check import MAX_ASKED, clock_problem, clock_skew

@@ -27,7 +27,7 @@ from shoal.node.config.settings import Settings
 from shoal.node.console import ExitCode
 from shoal.node.runtime.display import Display
 from shoal.node.training.resources import shares
-from shoal.swarm.access import Link
+from shoal.swarm.access.link import Link
 from shoal.swarm.errors import LinkError
 from shoal.swarm.identity import Identity
 from shoal.swarm.membership.membership import NetworkOptions

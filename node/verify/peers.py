@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from shoal.node.console import table as grid
-from shoal.swarm.access import Link
+from shoal.swarm.access.link import Link
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.manifest import Manifest, VerifySettings
 from shoal.swarm.membership.admission import visited

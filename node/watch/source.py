@@ -46,7 +46,8 @@ from shoal.node.watch.events import (
     line_of,
 )
 from shoal.node.watch.swarm_view import SwarmView
-from shoal.swarm.access import Link, address_problem
+from shoal.swarm.access.address import address_problem
+from shoal.swarm.access.link import Link
 from shoal.swarm.changes import CHANGE_PROTOCOL, ChangeReply, ChangeRequest, open_change, rank_of
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.gossip import envelope

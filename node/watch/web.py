@@ -30,7 +30,7 @@ from shoal.node.watch import swarm_view
 from shoal.node.watch.events import Event, WatchError
 from shoal.node.watch.source import EventSource, Timeline
 from shoal.node.watch.swarm_view import SwarmView, chart
-from shoal.swarm.access import Link
+from shoal.swarm.access.link import Link
 from shoal.swarm.membership.link_addresses import lasting_link
 from shoal.swarm.p2p.addresses import host_asked, range_of
 from shoal.swarm.topics.status import TAIL

@@ -41,7 +41,7 @@ from typing import TYPE_CHECKING, Any, Generic, cast
 
 from blake3 import blake3
 
-from shoal.swarm.access import AccessPolicy
+from shoal.swarm.access.policy import AccessPolicy
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.gossip import envelope
 from shoal.swarm.gossip.bodies import FETCH_S, MAX_STORED, BodyFetcher, BodyStore

@@ -15,7 +15,9 @@ import itertools
 import time
 from collections.abc import Iterator, Sequence
 
-from shoal.swarm.access import MAX_SHOWN, AccessPolicy, Link, admission
+from shoal.swarm.access.invitation import MAX_SHOWN, admission
+from shoal.swarm.access.link import Link
+from shoal.swarm.access.policy import AccessPolicy
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.identity import Identity
 from shoal.swarm.manifest import MANIFEST_PROTOCOL, Manifest, open_manifest

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Collection, Coroutine, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
-from shoal.swarm.access import AccessPolicy
+from shoal.swarm.access.policy import AccessPolicy
 from shoal.swarm.errors import NetworkError, Repeats
 from shoal.swarm.identity import Identity
 from shoal.swarm.membership import trie

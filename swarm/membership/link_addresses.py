@@ -15,7 +15,8 @@ from collections import defaultdict
 from collections.abc import Container, Mapping, Sequence
 from typing import Protocol
 
-from shoal.swarm.access import MAX_ADDRESSES, Link, address_problem
+from shoal.swarm.access.address import address_problem
+from shoal.swarm.access.link import MAX_ADDRESSES, Link
 from shoal.swarm.p2p.addresses import by_turns, host_of, is_loopback, is_public_host
 
 MOST_OF_SEEDS = 4

@@ -12,7 +12,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from shoal.swarm.access import MAX_SHOWN, AccessPolicy, Link, PeerLists, admission
+from shoal.swarm.access.invitation import MAX_SHOWN, admission
+from shoal.swarm.access.link import Link
+from shoal.swarm.access.policy import AccessPolicy, PeerLists
 from shoal.swarm.errors import AdmissionError, Repeats
 from shoal.swarm.gossip.bodies import MAX_STORED
 from shoal.swarm.gossip.gossip import Gossip

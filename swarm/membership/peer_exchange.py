@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
-from shoal.swarm.access import address_problem
+from shoal.swarm.access.address import address_problem
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.membership.directory import MAX_CLOCK_AHEAD_S, PRESENT, TTL_S, Directory
 from shoal.swarm.p2p.addresses import by_peer, host_of, range_of

@@ -40,7 +40,7 @@ from typing import Any, TypeVar
 
 import uvloop
 
-from shoal.swarm.access import AccessPolicy
+from shoal.swarm.access.policy import AccessPolicy
 from shoal.swarm.errors import NetworkError, ShoalError, StartupError
 from shoal.swarm.identity import Identity
 from shoal.swarm.p2p import connections

@@ -8,7 +8,7 @@ import re
 import socket
 from collections.abc import Sequence
 
-from shoal.swarm.access import address_problem
+from shoal.swarm.access.address import address_problem
 from shoal.swarm.errors import ListenError, StartupError
 from shoal.swarm.p2p.addresses import is_loopback
 from shoal.swarm.p2p.multiaddr import by_quic

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from shoal.swarm.access import address_problem
+from shoal.swarm.access.address import address_problem
 from shoal.swarm.file_lock import replace_file
 from shoal.swarm.p2p.addresses import by_peer, by_turns, host_of
 

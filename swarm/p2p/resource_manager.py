@@ -22,7 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from shoal.swarm.access import AccessPolicy
+from shoal.swarm.access.policy import AccessPolicy
 from shoal.swarm.p2p.addresses import range_of
 from shoal.swarm.wire.messages import SEED_PROTOCOL, SEEN_PROTOCOL
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from shoal.optim import Ranks
 from shoal.optim.parameters import AveragedParameters
 from shoal.optim.ranks.orders import Channel
-from shoal.swarm.access import Link
+from shoal.swarm.access.link import Link
 from shoal.swarm.exchange.contribution import model_digest
 from shoal.swarm.identity import Identity
 from shoal.swarm.membership import membership as members

@@ -89,7 +89,7 @@ class Member(Message):
     """Unix seconds."""
     version: Label
     admission: Annotated[bytes, Field(max_length=KIB)] = b""
-    """Its packed `shoal.swarm.access.Admission`, in a swarm that is by invitation only."""
+    """Its packed `Admission` (`shoal.swarm.access.invitation`), in a swarm by invitation only."""
     exchange_s: Seconds = 0.0
     """Recent seconds of transfer in one exchange."""
     wait_s: Seconds = 0.0
@@ -165,8 +165,8 @@ class ManifestReply(Message):
 
 
 class AdmissionReply(Message):
-    """The packed `shoal.swarm.access.Admission` of the answering node; or the reason why the caller
-    is refused.
+    """The packed `Admission` (`shoal.swarm.access.invitation`) of the answering node; or the reason
+    why the caller is refused.
     """
 
     KIND = "admission-reply"

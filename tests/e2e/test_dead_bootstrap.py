@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from shoal.swarm.access import Link
+from shoal.swarm.access.link import Link
 
 SMALL = {"layers": 1, "width": 16, "context": 16}
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from shoal.swarm.access import Link
+from shoal.swarm.access.link import Link
 
 
 @pytest.mark.slow(reason="starts of real nodes, one after another")

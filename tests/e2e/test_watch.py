@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from shoal.swarm.access import Link
+from shoal.swarm.access.link import Link
 from shoal.swarm.gossip.envelope import topic_of
 from shoal.swarm.identity import Identity
 from shoal.swarm.p2p.host import Host

@@ -27,7 +27,7 @@ from shoal.node.config.settings import load
 from shoal.node.console import Address
 from shoal.node.metrics.prometheus import Endpoint
 from shoal.node.watch import web
-from shoal.swarm.access import AccessPolicy
+from shoal.swarm.access.policy import AccessPolicy
 from shoal.swarm.errors import MessageError, NetworkError, ShoalError
 from shoal.swarm.gossip.bodies import BodyRequest, BodyStore
 from shoal.swarm.identity import Identity

@@ -15,7 +15,7 @@ from shoal.node.verify.audit import Finding
 from shoal.node.verify.peers import rules_of
 from shoal.optim.codecs.base import FLOAT32
 from shoal.optim.exchange.base import Contribution, RoundKey
-from shoal.swarm.access import MAX_USES, admission, entry_of, expiry, issue
+from shoal.swarm.access.invitation import MAX_USES, admission, entry_of, expiry, issue
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.exchange.contribution import WINDOW, ExchangeStats, encode_contribution
 from shoal.swarm.exchange.group.roster import ready_message

@@ -9,7 +9,8 @@ import msgpack
 from shoal.node.config.settings import load as load_settings
 from shoal.node.runtime.join import new_manifest
 from shoal.node.verify.material import decode_material as decode_material
-from shoal.swarm.access import Link, admission, entry_of, issue
+from shoal.swarm.access.invitation import admission, entry_of, issue
+from shoal.swarm.access.link import Link
 from shoal.swarm.errors import AdmissionError, LinkError, MessageError
 from shoal.swarm.exchange.group.roster import encode_roster, open_roster
 from shoal.swarm.gossip import envelope
@@ -265,7 +266,7 @@ def wire_decoders():
         ),
         Decoder(
             "link",
-            ("swarm/access.py:Link.parse", "swarm/access.py:_is_relay_id"),
+            ("swarm/access/link.py:Link.parse", "swarm/access/address.py:_is_relay_id"),
             text(Link.parse),
             lambda: [
                 LINK.encode(),
@@ -281,7 +282,7 @@ def wire_decoders():
         ),
         one(
             "invitation",
-            "swarm/access.py:_parts swarm/access.py:admission",
+            "swarm/access/invitation.py:_parts swarm/access/invitation.py:admission",
             text(lambda invite: admission(invite, OTHER)),
             lambda: INVITED.encode(),
             INVITE,
@@ -289,7 +290,7 @@ def wire_decoders():
         ),
         one(
             "shown invitation",
-            "swarm/access.py:entry_of",
+            "swarm/access/invitation.py:entry_of",
             lambda data: entry_of(data, OTHER.peer_id, SWARM, ME.peer_id),
             lambda: admission(INVITED, OTHER),
             MSGPACK,

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from shoal.swarm.access import Invitation
+from shoal.swarm.access.invitation import Invitation
 from shoal.swarm.changes import Change
 from shoal.swarm.gossip.envelope import BodyAnnouncement
 from shoal.swarm.manifest import Manifest

@@ -11,7 +11,7 @@ from shoal.node.cli.main import cli
 from shoal.node.commands.status import STALE_S, current_link, folder_of
 from shoal.node.commands.swarms import chosen, described, report, table
 from shoal.node.config.links import KNOWN_PEERS, LINK, read_link
-from shoal.swarm.access import Link
+from shoal.swarm.access.link import Link
 from shoal.swarm.errors import LinkError
 from shoal.swarm.identity import ID_HEADER, Identity, b58encode
 from shoal.swarm.manifest import Title, swarm_id

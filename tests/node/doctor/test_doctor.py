@@ -25,7 +25,8 @@ from shoal.node.doctor.network_checks import Check, CheckOutcome, Note, Skip, Vi
 from shoal.node.runtime.join import new_manifest
 from shoal.node.tasks.loader import load_task
 from shoal.optim.parameters import AveragedParameters
-from shoal.swarm.access import Link, issue
+from shoal.swarm.access.invitation import issue
+from shoal.swarm.access.link import Link
 from shoal.swarm.errors import NetworkError
 from shoal.swarm.exchange.contribution import model_digest
 from shoal.swarm.identity import Identity

@@ -27,7 +27,7 @@ from shoal.node.plan import (
 )
 from shoal.optim import METHODS, Alone
 from shoal.optim.schedule.schedules import Delayed
-from shoal.swarm.access import Link
+from shoal.swarm.access.link import Link
 from shoal.swarm.errors import NetworkError, ShoalError
 from shoal.swarm.exchange import cost
 from shoal.swarm.exchange.cost import BUSY, GOOD, Line

@@ -28,7 +28,7 @@ from shoal.node.task import Shard
 from shoal.node.training.trainer import Trainer
 from shoal.node.user_code import UserCodeError
 from shoal.optim import Alone as Nobody
-from shoal.swarm.access import Link
+from shoal.swarm.access.link import Link
 from shoal.swarm.errors import StartupError
 from shoal.swarm.identity import Identity
 from shoal.swarm.membership.membership import create, join

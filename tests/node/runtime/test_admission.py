@@ -14,7 +14,9 @@ from shoal.node.commands.status import read_status
 from shoal.node.config.settings import ConfigError, load
 from shoal.node.runtime.join import new_manifest
 from shoal.node.runtime.run_options import network
-from shoal.swarm.access import AccessPolicy, Link, issue
+from shoal.swarm.access.invitation import issue
+from shoal.swarm.access.link import Link
+from shoal.swarm.access.policy import AccessPolicy
 from shoal.swarm.errors import AdmissionError, NetworkError
 from shoal.swarm.gossip.bodies import BODY_PROTOCOL
 from shoal.swarm.gossip.gossip import Gossip
@@ -167,7 +169,7 @@ def test_only_the_invited_are_met(club, monkeypatch):
         == "wait"
     )
     # Two guests, neither of whom has a record yet, may meet too; and each learns of the other.
-    assert not anna.directory.access_policy._peers.keys() & {bert.host.peer_id}
+    assert not anna.directory.access_policy._users.entry(bert.host.peer_id)
     answer = asks(
         bert.host,
         anna.host.peer_id,

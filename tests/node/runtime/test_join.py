@@ -23,7 +23,7 @@ from shoal.node.tasks.loader import HookError
 from shoal.node.training import resources
 from shoal.node.training.resources import GB, MemoryBudgetError
 from shoal.optim.parameters import AveragedParameters
-from shoal.swarm.access import Link
+from shoal.swarm.access.link import Link
 from shoal.swarm.exchange.contribution import model_digest
 from shoal.swarm.identity import Identity
 from shoal.swarm.manifest import Terms, TrainSettings, open_manifest

@@ -18,7 +18,7 @@ import pytest
 
 from shoal.node.watch import source as light_client
 from shoal.node.watch.source import LightClient, live
-from shoal.swarm.access import Link
+from shoal.swarm.access.link import Link
 from shoal.swarm.changes import CHANGE_PROTOCOL, Change, ChangePart, ChangeReply, ChangeRequest
 from shoal.swarm.errors import StartupError
 from shoal.swarm.gossip.envelope import make_body, make_envelope, topic_of

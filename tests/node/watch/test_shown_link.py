@@ -11,7 +11,7 @@ import segno
 from shoal.node.watch.events import Connected, Disconnected
 from shoal.node.watch.swarm_view import SwarmView
 from shoal.node.watch.web import IN_CODE, REFRESH_S, ShownLink
-from shoal.swarm.access import Link
+from shoal.swarm.access.link import Link
 from shoal.swarm.identity import Identity
 from tests.support.watched_peers import NOW, SWARM
 

@@ -11,7 +11,7 @@ import pytest
 from shoal.node.watch.events import Described, MessageRefused, Unreachable, WatchError
 from shoal.node.watch.source import Recorder
 from shoal.node.watch.swarm_view import SwarmView
-from shoal.swarm.access import Link
+from shoal.swarm.access.link import Link
 from tests.support.watched_peers import NOW, SWARM, Source
 
 pytest.importorskip("aiohttp", reason="aiohttp is not installed")

@@ -8,19 +8,10 @@ import itertools
 import msgpack
 import pytest
 
-from shoal.swarm import access
-from shoal.swarm.access import (
-    SOON_S,
-    AccessPolicy,
-    Admission,
-    AdmittedBy,
-    Link,
-    PeerLists,
-    admission,
-    entry_of,
-    expiry,
-    issue,
-)
+from shoal.swarm.access import invitation
+from shoal.swarm.access.invitation import Admission, AdmittedBy, admission, entry_of, expiry, issue
+from shoal.swarm.access.link import Link
+from shoal.swarm.access.policy import EXPIRES_SOON_S, AccessPolicy, PeerLists
 from shoal.swarm.errors import AdmissionError
 from shoal.swarm.identity import Identity
 from shoal.swarm.wire.envelope import pack, seal, unpack
@@ -52,7 +43,7 @@ def test_link_holder_shows_only_what_is_useless_to_others():
     assert isinstance(found, AdmittedBy)
     assert (found.since, found.expires, found.uses) == (NOW + 5, NOW + DAY, 2)
     assert "used by another peer" in entry(text, BERT, shown=shown)
-    _, seed = access._parts(text)
+    _, seed = invitation._parts(text)
     assert len(seed) == 32
     assert seed not in shown
     stolen = unpack(shown, Admission).model_copy(
@@ -83,9 +74,9 @@ def test_late_clock_is_admitted_within_limits():
     """A late clock is no reason to be refused but a moment before the invitation is."""
     text = issue(CREATOR, SWARM, lives=DAY, now=NOW)
     assert entry(text, ANNA, now=NOW - 1000).since == NOW
-    sealed, seed = access._parts(text)
-    signature = access._one_time(seed).sign(
-        "shoal/entry/1", access._entry(sealed, ANNA.peer_id, 5.0)
+    sealed, seed = invitation._parts(text)
+    signature = invitation._one_time(seed).sign(
+        "shoal/entry/1", invitation._entry(sealed, ANNA.peer_id, 5.0)
     )
     early = pack(Admission(invitation=sealed, since=5.0, signature=signature))
     assert "before it was made" in entry(text, ANNA, shown=early)
@@ -196,7 +187,7 @@ def test_expired_invitation_is_reported_before():
     at.check_own()
     assert at.admits(BERT.peer_id)
     assert at.expiry_event() == ""
-    time[0] += DAY - SOON_S + 600
+    time[0] += DAY - EXPIRES_SOON_S + 600
     assert "expires in 50 minutes" in at.expiry_event()
     assert at.expiry_event() == ""
     time[0] += DAY
@@ -208,7 +199,7 @@ def test_expired_invitation_is_reported_before():
 
 
 def test_what_is_noted_of_peers_is_bounded(monkeypatch):
-    monkeypatch.setattr("shoal.swarm.access.MAX_PEERS", 3)
+    monkeypatch.setattr("shoal.swarm.access.policy.MAX_PEERS", 3)
     at = access_policy()
     for _ in range(5):
         who = Identity.ephemeral()
@@ -218,5 +209,5 @@ def test_what_is_noted_of_peers_is_bounded(monkeypatch):
             NOW,
             True,
         )
-    assert len(at._peers) == len(at._by_invitation) == 3
+    assert len(at._users._users) == len(at._users._by_invitation) == 3
     assert at.admits(who.peer_id)

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.swarm.access import MAX_CHARS, Link, address_problem
+from shoal.swarm.access.address import address_problem
+from shoal.swarm.access.link import MAX_CHARS, Link
 from shoal.swarm.errors import LinkError
 from shoal.swarm.identity import ID_HEADER, b58encode
 from shoal.swarm.manifest import swarm_id

@@ -13,7 +13,7 @@ from shoal.node.commands import status
 from shoal.node.config.settings import load
 from shoal.node.runtime.join import new_manifest
 from shoal.node.runtime.run_options import network
-from shoal.swarm.access import Link
+from shoal.swarm.access.link import Link
 from shoal.swarm.errors import NetworkError
 from shoal.swarm.identity import Identity
 from shoal.swarm.membership import clock_check, membership

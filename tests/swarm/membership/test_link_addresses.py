@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import pytest
 
-from shoal.swarm.access import Link
+from shoal.swarm.access.link import Link
 from shoal.swarm.errors import LinkError, MessageError, NetworkError
 from shoal.swarm.identity import ID_HEADER, Identity, b58encode
 from shoal.swarm.manifest import Manifest, swarm_id

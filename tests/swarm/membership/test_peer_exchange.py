@@ -7,7 +7,8 @@ import random
 
 import pytest
 
-from shoal.swarm.access import AccessPolicy, PeerLists, admission, issue
+from shoal.swarm.access.invitation import admission, issue
+from shoal.swarm.access.policy import AccessPolicy, PeerLists
 from shoal.swarm.membership.directory import TTL_S
 from shoal.swarm.membership.peer_exchange import (
     LOOK_S,

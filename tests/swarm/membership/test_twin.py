@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from shoal.swarm.access import Link
+from shoal.swarm.access.link import Link
 from shoal.swarm.errors import AdmissionError, Repeats
 from shoal.swarm.identity import Identity
 from shoal.swarm.membership.directory import Directory

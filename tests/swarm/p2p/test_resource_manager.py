@@ -8,7 +8,7 @@ import resource
 import pytest
 from hivemind.p2p import PeerID
 
-from shoal.swarm.access import AccessPolicy, PeerLists
+from shoal.swarm.access.policy import AccessPolicy, PeerLists
 from shoal.swarm.changes import CHANGE_PROTOCOL
 from shoal.swarm.errors import NetworkError
 from shoal.swarm.membership.admission import ADMISSION_PROTOCOL, MANIFEST_PROTOCOL

@@ -7,7 +7,7 @@ import torch
 
 from shoal.optim import FLOAT32, RoundKey
 from shoal.optim.exchange.base import Contribution
-from shoal.swarm.access import Invitation
+from shoal.swarm.access.invitation import Invitation
 from shoal.swarm.changes import Change, ChangePart
 from shoal.swarm.exchange.contribution import encode_contribution
 from shoal.swarm.exchange.group.roster import ready_message

@@ -16,7 +16,8 @@ from hivemind.dht.validation import DHTRecord
 from shoal.node.watch.source import RecordFilter
 from shoal.optim import FLOAT32
 from shoal.optim.exchange.base import Contribution
-from shoal.swarm.access import AccessPolicy, Admission
+from shoal.swarm.access.invitation import Admission
+from shoal.swarm.access.policy import AccessPolicy
 from shoal.swarm.errors import MessageError
 from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext
 from shoal.swarm.exchange.contribution import ExchangeAttempt

@@ -25,7 +25,7 @@ from hivemind.p2p import PeerID
 from hivemind.utils.serializer import MSGPackSerializer
 from hivemind.utils.timed_storage import get_dht_time
 
-from shoal.swarm.access import AccessPolicy
+from shoal.swarm.access.policy import AccessPolicy
 from shoal.swarm.errors import NetworkError
 from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext
 from shoal.swarm.exchange.group.exchange import GroupExchange

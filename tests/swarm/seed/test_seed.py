@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.swarm.access import Link
+from shoal.swarm.access.link import Link
 from shoal.swarm.errors import StartupError
 from shoal.swarm.identity import Identity
 from shoal.swarm.membership.seed_announcer import SeedAnnouncer

@@ -12,7 +12,8 @@ import torch
 import shoal
 from shoal.optim import DiLoCo, GASLoC, NoLoCo
 from shoal.optim.codecs.registry import INT8
-from shoal.swarm.access import Link, issue
+from shoal.swarm.access.invitation import issue
+from shoal.swarm.access.link import Link
 from shoal.swarm.changes import Change, ChangePart
 from shoal.swarm.errors import AdmissionError, LinkError
 from shoal.swarm.identity import Identity

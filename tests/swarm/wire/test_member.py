@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.swarm.access import MAX_SHOWN, MAX_USES, Invitation, issue
-from shoal.swarm.access import admission as shown
+from shoal.swarm.access.invitation import MAX_SHOWN, MAX_USES, Invitation, issue
+from shoal.swarm.access.invitation import admission as shown
 from shoal.swarm.identity import Identity
 from shoal.swarm.membership.records import MAX_RECORD_BYTES, bits_of, make_record, open_record
 from shoal.swarm.wire.envelope import (

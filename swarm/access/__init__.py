@@ -1,0 +1,1 @@
+"""Who may be a member: links, invitations, and the access policy of a node."""
