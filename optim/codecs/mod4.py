@@ -52,6 +52,8 @@ HEARD_PART = 0.7
 """Of the partner's expectation; times ``MARGIN`` it is below 1, so no range grows by hearsay."""
 MOST_APART = 4.0
 """Times that rounds without a partner widen a range, at most."""
+USUAL_PART = 0.25
+"""Of an exchange, in the running mean of rms(w - slow)^2: after a jump it is half of it at once."""
 NEAR_PART = 0.5
 """The narrowest range of a block, in the root mean square of its tensor's: rows of rare tokens."""
 FAR_SIGMAS = 2.0
@@ -87,8 +89,8 @@ class Mod4Codec:
     """Codec of whole weights between two peers; ``post`` encodes, and what it returns reads the
     partner's payload.
 
-    State: the measured distances, as exponents, and rho, so that a resumed run goes on with the
-    same bits.
+    State: the measured distances, as exponents, rho and the usual way, so that a resumed run goes
+    on with the same bits.
     """
 
     name = "mod4"
@@ -98,7 +100,11 @@ class Mod4Codec:
         self._measured: Tensor | None = None
         """Exponents of the distance measured last, int8, one a block."""
         self._moved: Tensor | None = None
-        """Exponents of rms(w - slow) of the contribution to be sent, or in flight."""
+        """Exponents of rms(w - slow) of the contribution to be sent, or in flight, scaled to the
+        usual way.
+        """
+        self._usual = 0.0
+        """The running mean of rms(w - slow)^2 over the whole contribution; 0 before the first."""
         self._rho = FIRST_RHO
         self._apart = 0
         """Rounds since the last with a partner."""
@@ -118,8 +124,24 @@ class Mod4Codec:
         Without it the weights themselves are taken for it, which is a range far too wide.
         """
         self._seed = hashlib.sha256(f"shoal/mod4/1:{exchange}".encode()).digest()[:SEED_BYTES]
-        parts = [_rms(Rows([tensor])) for tensor in moved]
-        self._moved = _exponents(torch.cat(parts)) if parts else None
+        self._moved = None
+        if moved:
+            rows = [Rows([tensor]) for tensor in moved]
+            way = torch.cat([_rms(part) for part in rows])
+            way *= self._usual_over_last(way, torch.cat([part.sizes for part in rows]))
+            self._moved = _exponents(way)
+
+    def _usual_over_last(self, way: Tensor, sizes: Tensor) -> float:
+        """Return by how much the way between two exchanges is usually longer than ``way``, the rms
+        of blocks of these ``sizes``, and take ``way`` into account for the next.
+        """
+        square = float((sizes * way.double().square()).sum() / sizes.sum())
+        if not 0 < square < math.inf:  # ``post`` refuses what is not finite
+            return 1.0
+        if not self._usual:
+            self._usual = square
+        self._usual += USUAL_PART * (square - self._usual)
+        return math.sqrt(self._usual / square)
 
     def encode(self, tensors: Sequence[Tensor]) -> Tensor:
         return self.post(tensors).payload
@@ -214,14 +236,15 @@ class Mod4Codec:
         self._apart += 1
 
     def state_dict(self, unsent: Sequence[Tensor] | None = None) -> dict[str, Any]:
-        """Return the measured distances, what is needed to encode the contribution in flight again,
-        and the codec's name.
+        """Return what was measured, what is needed to encode the contribution in flight again, and
+        the codec's name.
         """
         in_flight = self.pending and unsent is None
         return {
             "codec": self.name,
             "measured": _text(self._measured),
             "moved": _text(self._moved if in_flight else None),
+            "usual": self._usual,
             "rho": self._rho,
             "apart": self._apart,
             "far": self._far,
@@ -235,15 +258,18 @@ class Mod4Codec:
             )
         measured = _read_text(state_dict["measured"])
         moved = _read_text(state_dict["moved"])
+        usual = float(state_dict.get("usual", 0))
         rho = float(state_dict["rho"])
         apart = int(state_dict["apart"])
         seed = bytes.fromhex(state_dict["seed"])
-        if not 0 <= rho < math.inf or apart < 0 or len(seed) != SEED_BYTES:
+        known = 0 <= rho < math.inf and 0 <= usual < math.inf
+        if not known or apart < 0 or len(seed) != SEED_BYTES:
             raise ValueError(
                 "the saved state of mod4 has a range that no run measures: it was damaged"
             )
         self._measured = measured
         self._moved = moved
+        self._usual = usual
         self._rho = rho
         self._apart = apart
         self._seed = seed
