@@ -9,7 +9,7 @@ the robust rule too.
     python bench/adversaries.py --data unlike --resume bench/results/adversaries.jsonl --into \
         bench/results/tables.md
 
-Peers are simulated in one process (optim/simulation.py); they read the Python standard library with
+Peers are simulated in one process (optim/exchange/simulation.py); they read the Python standard library with
 the GPT of the built-in task. The hostile ones train and follow the protocol, but contribute what
 bench/_attacks.py says. ``undefended`` is what the exchange does by itself, which refuses NaN and
 infinity; ``checked`` is rejection by distance alone, ``defended`` with a robust mean too, and

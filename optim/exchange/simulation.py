@@ -14,8 +14,6 @@ virtual time is least. The same seed therefore gives the same bits on any machin
 
 from __future__ import annotations
 
-import heapq
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
@@ -29,6 +27,7 @@ from shoal.optim.exchange.base import Contribution, Exchange, Handle, Mean, Roun
 from shoal.optim.exchange.common_mean import common_mean
 from shoal.optim.exchange.pairing import groups
 from shoal.optim.exchange.update_screen import TRUSTING, UpdateScreen
+from shoal.optim.exchange.virtual_time import VirtualTime
 
 T = TypeVar("T")
 
@@ -45,22 +44,55 @@ class Faults:
     """Peer id -> virtual time of its death."""
 
 
-class _Killed(BaseException):
-    """Exception that unwinds a killed peer's thread; no ``Exception``, so that a training loop does
-    not catch it.
+@dataclass
+class _Posted:
+    """What a peer contributed to a round."""
+
+    at: float
+    """Virtual time of its arrival."""
+    weight: float
+    tensors: list[Tensor]
+    """As they arrive: encoded and decoded."""
+    codec: Codec
+    state: tuple[float, ...]
+    message: PairMessage | None
+    """What was sent by a codec for pairs."""
+
+    def release(self) -> None:
+        self.tensors.clear()
+        self.message = None
+
+
+@dataclass(frozen=True)
+class _Decision:
+    """How a round ends for one peer."""
+
+    group: tuple[str, ...]
+    members: tuple[str, ...]
+    """Members of the mean that it takes; empty if it goes on without a partner."""
+    reading: tuple[Reading, bytes] | None
+    """With a codec for pairs: its partner's contribution as it reads it, and the blocks that the
+    partner refuses.
     """
 
 
 @dataclass
-class _Peer:
-    name: str
-    turn: threading.Event = field(default_factory=threading.Event)
-    wake: float = 0.0
-    ready: Callable[[], bool] | None = None
-    """The peer wakes before ``wake`` as soon as this is true."""
-    over: bool = False
-    value: Any = None
-    error: BaseException | None = None
+class _Round:
+    """What the peers know of one exchange."""
+
+    key: RoundKey
+    first: tuple[str, str, list[Shape]]
+    """The first peer, its codec, and the shapes that it sent: all must be alike."""
+    only: tuple[str, ...]
+    """The only peers of it, in place of all; empty: all."""
+    posted: dict[str, _Posted] = field(default_factory=dict)
+    unpartnered: set[str] = field(default_factory=set)
+    decided: dict[str, _Decision] = field(default_factory=dict)
+    fetched: set[str] = field(default_factory=set)
+    groups: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """Each peer's group, as long as the same peers are there."""
+    drawn_at: tuple[int, int] | None = None
+    """The ``departures`` at which the groups were drawn."""
 
 
 class Simulation(Generic[T]):
@@ -97,31 +129,12 @@ class Simulation(Generic[T]):
         self.wait = wait
         self.faults = faults or Faults()
         self.screens = dict(screens or {})
-        self.now = 0.0
-        self._peers = {name: _Peer(name) for name in self.peers}
-        self._scheduler = threading.Event()
-        self._posted: dict[tuple[RoundKey, str], tuple[float, float, list[Tensor]]] = {}
-        self._states: dict[tuple[RoundKey, str], tuple[float, ...]] = {}
-        self._codecs: dict[tuple[RoundKey, str], Codec] = {}
-        self._messages: dict[tuple[RoundKey, str], PairMessage] = {}
-        """What each peer sent by a codec for pairs, while it is needed."""
-        self._readings: dict[tuple[RoundKey, str], tuple[Reading, bytes]] = {}
-        """The partner's contribution as such a peer reads it, and the blocks that the partner
-        refuses.
-        """
-        self._among: dict[RoundKey, tuple[str, ...]] = {}
-        """The only peers of a key, in place of all."""
-        self._first: dict[RoundKey, tuple[str, str, list[Shape]]] = {}
-        """The first peer of each round, its codec, and the shapes that it sent."""
-        self._fetched: set[tuple[RoundKey, str]] = set()
-        self._unpartnered: set[tuple[RoundKey, str]] = set()
-        self._decided: dict[tuple[RoundKey, str], tuple[str, ...]] = {}
-        self._means: dict[tuple[RoundKey, str], tuple[str, ...]] = {}
-        """Members of the mean that a peer takes; empty if it goes on without a partner."""
-        self._events = sorted(self.faults.kill.values())
-        """Heap of the times at which a peer may become ready sooner."""
-        self._groups: dict[RoundKey, tuple[int, dict[str, tuple[str, ...]]]] = {}
-        """By round, while valid: the number of deaths by then, and each peer's group."""
+        self.time = VirtualTime(self.peers, self.faults.kill)
+        self.rounds: dict[RoundKey, _Round] = {}
+
+    @property
+    def now(self) -> float:
+        return self.time.now
 
     def run(self, peer: Callable[[SimulatedExchange], T]) -> dict[str, T]:
         """Run ``peer(exchange)`` for every peer and return the results; killed peers have no entry.
@@ -130,156 +143,100 @@ class Simulation(Generic[T]):
 
         A simulation runs once only (RuntimeError), since its clock and its rounds are used up then.
         """
-        if any(p.over for p in self._peers.values()):
-            raise RuntimeError("this simulation has run: make a new one")
-        for p in self._peers.values():
-            thread = threading.Thread(
-                target=self._thread, args=(p, peer), name=f"peer-{p.name}", daemon=True
-            )
-            thread.start()
-        while running := [p for p in self._peers.values() if not p.over]:
-            chosen = min(running, key=self._wakes_at)  # ties: the order of ``peers``
-            while self._events and self._events[0] <= self.now:
-                heapq.heappop(self._events)
-            if self._events and self._events[0] < self._wakes_at(chosen):
-                self.now = self._events[0]  # an arrival or a death may make a peer ready sooner
-                continue
-            self.now = max(self.now, self._wakes_at(chosen))
-            chosen.turn.set()
-            self._scheduler.wait()
-            self._scheduler.clear()
-        for p in self._peers.values():
-            if p.error is not None and not isinstance(p.error, _Killed):
-                raise p.error
-        return {p.name: p.value for p in self._peers.values() if p.error is None}
+        return self.time.run(lambda name: peer(SimulatedExchange(self, name)))
 
-    def _wakes_at(self, peer: _Peer) -> float:
-        if not self._alive(peer.name):
-            return self.now  # to unwind; it has no group any more, so ``ready`` must not be called
-        if peer.ready is not None and peer.ready():
-            return min(self.now, peer.wake)
-        return min(peer.wake, self.faults.kill.get(peer.name, float("inf")))
-
-    def _thread(self, peer: _Peer, function: Callable[[SimulatedExchange], T]) -> None:
-        try:
-            self._wait_for_turn(peer)
-            peer.value = function(SimulatedExchange(self, peer.name))
-        except BaseException as error:
-            peer.error = error
-        finally:
-            peer.over = True
-            self._groups.clear()
-            self._scheduler.set()
-
-    def _wait_for_turn(self, peer: _Peer) -> None:
-        peer.turn.wait()
-        peer.turn.clear()
-        if not self._alive(peer.name):
-            raise _Killed
-
-    def _alive(self, name: str) -> bool:
-        return self.now < self.faults.kill.get(name, float("inf"))
-
-    def _yield(self, name: str, until: float, ready: Callable[[], bool] | None = None) -> None:
-        peer = self._peers[name]
-        peer.wake = until
-        peer.ready = ready
-        self._scheduler.set()
-        self._wait_for_turn(peer)
-        peer.ready = None
-
-    def _group(self, name: str, key: RoundKey) -> tuple[str, ...]:
-        """Return the peer's group of the round among those available: a dead partner is replaced if
-        another peer is left over.
+    def group_of(self, name: str, round: _Round) -> tuple[str, ...]:
+        """Return the peer's group among those available: a dead partner is replaced if another peer
+        is left over.
         """
-        if (key, name) in self._decided:
-            return self._decided[key, name]
-        if (key, name) in self._unpartnered:
+        if name in round.decided:
+            return round.decided[name].group
+        if name in round.unpartnered:
             return (name,)
-        deaths = sum(at <= self.now for at in self.faults.kill.values())
-        if key not in self._groups or self._groups[key][0] != deaths:
-            group_of = {}
-            for group in self._draw_groups(key):
-                group_of.update(dict.fromkeys(group, group))
-            self._groups[key] = (deaths, group_of)
-        return self._groups[key][1][name]
+        if round.drawn_at != self.time.departures:
+            round.groups = {}
+            for group in self._draw_groups(round):
+                round.groups.update(dict.fromkeys(group, group))
+            round.drawn_at = self.time.departures
+        return round.groups[name]
 
-    def _draw_groups(self, key: RoundKey) -> list[tuple[str, ...]]:
-        among = self._among.get(key)
-        available = [p for p in among or self.peers if self._is_available(p, key)]
-        if among:
-            return [tuple(available)]
-        return groups(self.seed, key.round // self.redrawn, available, self.size)
-
-    def _is_available(self, name: str, key: RoundKey) -> bool:
-        gone = self._peers[name].over and (key, name) not in self._posted
-        settled = (key, name) in self._unpartnered or (key, name) in self._decided
-        return self._alive(name) and not gone and not settled
-
-    def _complete(self, group: tuple[str, ...], key: RoundKey) -> bool:
+    def is_complete(self, group: tuple[str, ...], round: _Round) -> bool:
         for peer in group:
-            if (key, peer) not in self._posted or self._posted[key, peer][0] > self.now:
+            if peer not in round.posted or round.posted[peer].at > self.now:
                 return False
         return True
 
-    def _decide(self, group: tuple[str, ...], key: RoundKey) -> None:
+    def part(self, group: tuple[str, ...], round: _Round) -> None:
+        """End the round without a partner for the whole group: else the rest would find each other
+        complete.
+        """
+        round.unpartnered.update(group)
+        round.drawn_at = None
+
+    def decide(self, group: tuple[str, ...], round: _Round) -> None:
         """Fix the group's mean.
 
         The first member to see the group complete decides; every other then gets this mean, or
-        dies.
+        dies. A decided group leaves as a whole, so the groups of the others do not change.
         """
-        if (key, group[0]) in self._messages:
-            self._read(group, key)
-        held = {place: self._held(place, group, key) for place in range(len(group))}
+        readings = _read_each_other(group, round)
+        held = {place: self._held(place, group, round, readings) for place in range(len(group))}
         mean, takers = common_mean(held)
-        members = tuple(p for at, p in enumerate(group) if mean >> at & 1)
+        members = tuple(peer for place, peer in enumerate(group) if mean >> place & 1)
         for place, peer in enumerate(group):
-            self._decided[key, peer] = group
-            self._means[key, peer] = members if takers >> place & 1 else ()
+            own = members if takers >> place & 1 else ()
+            round.decided[peer] = _Decision(group, own, readings.get(peer))
 
-    def _read(self, pair: tuple[str, ...], key: RoundKey) -> None:
-        """Let two peers read each other's contribution by their own."""
-        first, second = (self._messages[key, peer] for peer in pair)
-        by_first = first.read(second.payload)
-        by_second = second.read(first.payload)
-        self._readings[key, pair[0]] = (by_first, by_second.bits)
-        self._readings[key, pair[1]] = (by_second, by_first.bits)
+    def screen_of(self, peer: str, round: _Round) -> UpdateScreen:
+        return TRUSTING if round.only else self.screens.get(peer, TRUSTING)
 
-    def _held(self, me: int, group: tuple[str, ...], key: RoundKey) -> int:
+    def _draw_groups(self, round: _Round) -> list[tuple[str, ...]]:
+        available = []
+        for peer in round.only or self.peers:
+            has_left = self.time.is_over(peer) and peer not in round.posted
+            is_settled = peer in round.unpartnered or peer in round.decided
+            if self.time.is_alive(peer) and not has_left and not is_settled:
+                available.append(peer)
+        if round.only:
+            return [tuple(available)]
+        return groups(self.seed, round.key.round // self.redrawn, available, self.size)
+
+    def _held(
+        self,
+        me: int,
+        group: tuple[str, ...],
+        round: _Round,
+        readings: Mapping[str, tuple[Reading, bytes]],
+    ) -> int:
         """Return the places of the members whose contributions member ``me`` accepts, as bits."""
-        name = group[me]
-        screen = self._screen(name, key)
-        own = self._posted[key, name][2]
+        screen = self.screen_of(group[me], round)
+        mine = round.posted[group[me]]
         held = 1 << me
-        for at, peer in enumerate(group):
-            if at == me:
+        for place, peer in enumerate(group):
+            if place == me:
                 continue
-            theirs = self._posted[key, peer][2]
-            if (key, name) in self._readings:
-                theirs = self._messages[key, name].seen(self._readings[key, name][0])
+            theirs: Sequence[Tensor] = round.posted[peer].tensors
+            if mine.message is not None:
+                theirs = mine.message.seen(readings[group[me]][0])
             if not all(bool(tensor.isfinite().all()) for tensor in theirs):
                 continue
-            if screen.problem(key, lambda: own, peer, theirs) is None:
-                held |= 1 << at
+            if screen.problem(round.key, lambda: mine.tensors, peer, theirs) is None:
+                held |= 1 << place
         return held
 
-    def _screen(self, peer: str, key: RoundKey) -> UpdateScreen:
-        return TRUSTING if key in self._among else self.screens.get(peer, TRUSTING)
 
-    def _compared(self, group: tuple[str, ...], key: RoundKey) -> dict[str, tuple[float, ...]]:
-        takers = [peer for peer in group if self._means[key, peer]]
-        states = {peer: self._states.get((key, peer), ()) for peer in takers}
-        return states if all(states.values()) else {}
-
-    def _release(self, group: tuple[str, ...], name: str, key: RoundKey) -> None:
-        """Delete a round's tensors once the whole group has them: a long run would keep them
-        all.
-        """
-        self._fetched.add((key, name))
-        if all((key, peer) in self._fetched for peer in group):
-            for peer in group:
-                self._posted[key, peer][2].clear()
-                self._messages.pop((key, peer), None)
+def _read_each_other(group: tuple[str, ...], round: _Round) -> dict[str, tuple[Reading, bytes]]:
+    """Return what two peers with a codec for pairs read of each other; empty for other codecs."""
+    if len(group) != 2:
+        return {}
+    one, other = group
+    first = round.posted[one].message
+    second = round.posted[other].message
+    if first is None or second is None:
+        return {}
+    by_first = first.read(second.payload)
+    by_second = second.read(first.payload)
+    return {one: (by_first, by_second.bits), other: (by_second, by_first.bits)}
 
 
 class SimulatedExchange(Exchange):
@@ -292,7 +249,7 @@ class SimulatedExchange(Exchange):
 
     def sleep(self, seconds: float) -> None:
         """Let virtual time pass, as computation does."""
-        self.simulation._yield(self.peer, self.simulation.now + seconds)
+        self.simulation.time.wait(self.peer, self.simulation.now + seconds)
 
     def start(self, contribution: Contribution) -> _SimulatedHandle:
         """Post the contribution, encoded and decoded by the codec."""
@@ -300,126 +257,133 @@ class SimulatedExchange(Exchange):
         key = contribution.key
         codec = contribution.codec
         tensors = list(contribution.tensors)
+        shapes = [tuple(tensor.shape) for tensor in tensors]
         if contribution.members:
             key = replace(key, run=f"{key.run}, states")
-            simulation._among[key] = tuple(contribution.members)
-        simulation._states[key, self.peer] = tuple(contribution.state)
-        simulation._codecs[key, self.peer] = codec
-        shapes = [tuple(tensor.shape) for tensor in tensors]
-        other, name, theirs = simulation._first.setdefault(key, (self.peer, codec.name, shapes))
-        if name != codec.name:
-            raise ValueError(
-                f"peer {self.peer} sends {codec.name} in fragment {key.fragment} where peer "
-                f"{other} sends {name}"
-            )
-        if theirs != shapes:
-            raise ValueError(
-                f"peer {self.peer} sends {len(shapes)} tensors in fragment {key.fragment} where "
-                f"peer {other} sends {len(theirs)} or other shapes: all must have the same model, "
-                "fragments, buffers and method"
-            )
-        if simulation.size > 2:
-            check_no_pair(codec)
+        opened = _Round(key, (self.peer, codec.name, shapes), tuple(contribution.members))
+        round = simulation.rounds.setdefault(key, opened)
+        self._check_alike(round, codec, shapes)
+        message = None
         pairs = for_pairs(codec)
         if pairs is None:
             arrived = codec.decode(codec.encode(tensors), shapes)
         else:
             message = pairs[0].post([tensor.clone() for tensor in tensors], pairs[1])
-            simulation._messages[key, self.peer] = message
             arrived = message.tensors()
-        lost = simulation.faults.drop(self.peer, key)
-        at = float("inf") if lost else simulation.now + simulation.faults.delay(self.peer, key)
-        simulation._posted[key, self.peer] = (at, contribution.weight, arrived)
-        heapq.heappush(simulation._events, at)
-        return _SimulatedHandle(
-            simulation,
-            self.peer,
-            key,
-            simulation.now + simulation.wait,
-            contribution.unweighted_count,
+        at = float("inf")
+        if not simulation.faults.drop(self.peer, key):
+            at = simulation.now + simulation.faults.delay(self.peer, key)
+        round.posted[self.peer] = _Posted(
+            at, contribution.weight, arrived, codec, tuple(contribution.state), message
         )
+        simulation.time.expect(at)
+        return _SimulatedHandle(simulation, self.peer, round, contribution.unweighted_count)
+
+    def _check_alike(self, round: _Round, codec: Codec, shapes: list[Shape]) -> None:
+        """Raise ValueError unless this peer sends what the first one sends."""
+        other, name, theirs = round.first
+        fragment = round.key.fragment
+        if name != codec.name:
+            raise ValueError(
+                f"peer {self.peer} sends {codec.name} in fragment {fragment} where peer {other} "
+                f"sends {name}"
+            )
+        if theirs != shapes:
+            raise ValueError(
+                f"peer {self.peer} sends {len(shapes)} tensors in fragment {fragment} where peer "
+                f"{other} sends {len(theirs)} or other shapes: all must have the same model, "
+                "fragments, buffers and method"
+            )
+        if self.simulation.size > 2:
+            check_no_pair(codec)
 
 
 class _SimulatedHandle(Handle):
     def __init__(
-        self,
-        simulation: Simulation[Any],
-        peer: str,
-        key: RoundKey,
-        until: float,
-        unweighted_count: int,
+        self, simulation: Simulation[Any], peer: str, round: _Round, unweighted_count: int
     ) -> None:
         self.simulation = simulation
         self.peer = peer
-        self.key = key
-        self.until = until
+        self.round = round
+        self.until = simulation.now + simulation.wait
         self.unweighted_count = unweighted_count
         self._mean: Mean | None = None
 
     def done(self) -> bool:
-        simulation = self.simulation
-        group = simulation._group(self.peer, self.key)
-        if len(group) == 1 or simulation._complete(group, self.key):
+        group = self.simulation.group_of(self.peer, self.round)
+        if len(group) == 1 or self.simulation.is_complete(group, self.round):
             return True
-        return simulation.now >= self.until
+        return self.simulation.now >= self.until
 
     def result(self, deadline: float | None = None) -> Mean | None:
-        simulation = self.simulation
-        key = self.key
         if self._mean is not None:  # its tensors may have been released
             return self._mean
-        until = self.until if deadline is None else min(self.until, simulation.now + deadline)
-        simulation._yield(self.peer, until, self.done)
-        group = simulation._group(self.peer, key)
-        if len(group) == 1 or not simulation._complete(group, key):
-            # Else the rest would find each other complete.
-            simulation._unpartnered.update((key, peer) for peer in group)
-            simulation._groups.pop(key, None)
-            simulation._posted[key, self.peer][2].clear()
-            simulation._messages.pop((key, self.peer), None)
+        simulation = self.simulation
+        round = self.round
+        until = self.until
+        if deadline is not None:
+            until = min(until, simulation.now + deadline)
+        simulation.time.wait(self.peer, until, self.done)
+        group = simulation.group_of(self.peer, round)
+        if len(group) == 1 or not simulation.is_complete(group, round):
+            simulation.part(group, round)
+            round.posted[self.peer].release()
             return None
-        if (key, self.peer) not in simulation._decided:
-            # A decided group leaves as a whole, so the groups of the others do not change.
-            simulation._decide(group, key)
-        reading = simulation._readings.pop((key, self.peer), None)
-        if reading is not None:
-            return self._pair_mean(*reading)
-        contributions = []
-        for peer in simulation._means[key, self.peer]:
-            _, weight, tensors = simulation._posted[key, peer]
-            contributions.append((peer, weight, [tensor.clone() for tensor in tensors]))
-        simulation._release(group, self.peer, key)
-        if contributions:
-            screen = simulation._screen(self.peer, key)
-            codec = simulation._codecs[key, self.peer]
-            mean = mean_of(
-                screen, codec, self.peer, key.fragment, contributions, self.unweighted_count
-            )
-            self._mean = replace(mean, states=simulation._compared(group, key))
+        if self.peer not in round.decided:
+            simulation.decide(group, round)
+        decision = round.decided[self.peer]
+        if not decision.members:
+            self._mean = None
+        elif decision.reading is None:
+            self._mean = self._group_mean(decision)
+        else:
+            self._mean = self._pair_mean(decision.members, *decision.reading)
+        self._release(group)
         return self._mean
 
-    def _pair_mean(self, read: Reading, refused: bytes) -> Mean | None:
+    def _group_mean(self, decision: _Decision) -> Mean:
+        contributions = []
+        for peer in decision.members:
+            posted = self.round.posted[peer]
+            copies = [tensor.clone() for tensor in posted.tensors]
+            contributions.append((peer, posted.weight, copies))
+        mean = mean_of(
+            self.simulation.screen_of(self.peer, self.round),
+            self.round.posted[self.peer].codec,
+            self.peer,
+            self.round.key.fragment,
+            contributions,
+            self.unweighted_count,
+        )
+        takers = [peer for peer in decision.group if self.round.decided[peer].members]
+        states = {peer: self.round.posted[peer].state for peer in takers}
+        return replace(mean, states=states if all(states.values()) else {})
+
+    def _pair_mean(self, pair: tuple[str, ...], reading: Reading, refused: bytes) -> Mean:
         """Return the mean of two peers that read each other by their own weights, and let the codec
         learn from it.
         """
-        simulation = self.simulation
-        key = self.key
-        me = self.peer
-        pair = simulation._means[key, me]
-        mine = simulation._messages[key, me]
-        pairs = for_pairs(simulation._codecs[key, me])
-        if pair and pairs is not None:
-            pairs[0].learn(mine, read)
-            screen = simulation._screen(me, key)
-            other = next(peer for peer in pair if peer != me)
-            weights = [simulation._posted[key, peer][1] for peer in (me, other)]
-            self._mean = pair_mean(
-                screen,
-                key.fragment,
-                (me, weights[0], mine),
-                (other, weights[1], read),
-                refused,
-                self.unweighted_count,
-            )
-        simulation._release(simulation._decided[key, me], me, key)
-        return self._mean
+        other = next(peer for peer in pair if peer != self.peer)
+        mine = self.round.posted[self.peer]
+        message = mine.message
+        pairs = for_pairs(mine.codec)
+        assert pairs is not None
+        assert message is not None
+        pairs[0].learn(message, reading)
+        return pair_mean(
+            self.simulation.screen_of(self.peer, self.round),
+            self.round.key.fragment,
+            (self.peer, mine.weight, message),
+            (other, self.round.posted[other].weight, reading),
+            refused,
+            self.unweighted_count,
+        )
+
+    def _release(self, group: tuple[str, ...]) -> None:
+        """Delete the round's tensors once the whole group has them: a long run would keep them
+        all.
+        """
+        self.round.fetched.add(self.peer)
+        if self.round.fetched.issuperset(group):
+            for peer in group:
+                self.round.posted[peer].release()

@@ -308,7 +308,9 @@ def test_tensors_of_finished_rounds_are_released() -> None:
             exchange.start(Contribution(RoundKey("r", round), [torch.zeros(4)])).result()
 
     simulation.run(peer)
-    assert all(not tensors for _, _, tensors in simulation._posted.values())
+    posted = [posted for round in simulation.rounds.values() for posted in round.posted.values()]
+    assert len(posted) == 15
+    assert all(not each.tensors for each in posted)
 
 
 def test_groups_are_drawn_anew_each_epoch():
