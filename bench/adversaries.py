@@ -9,16 +9,15 @@ the robust rule too.
     python bench/adversaries.py --data unlike --resume bench/results/adversaries.jsonl --into \
         bench/results/tables.md
 
-Peers are simulated in one process (optim/exchange/simulation.py); they read the Python standard library with
-the GPT of the built-in task. The hostile ones train and follow the protocol, but contribute what
-bench/_attacks.py says. ``undefended`` is what the exchange does by itself, which refuses NaN and
-infinity; ``checked`` is rejection by distance alone, ``defended`` with a robust mean too, and
-``public`` the default of a public swarm: outer.robust, and for pairs outer.check_loss. The loss is
-the mean of the honest peers', in nats per byte, on held-out files, with their slow weights. After a
-backdoor ``learnt`` is the part of held-out windows in which they answer its trigger as the attacker
-wants. With ``--data unlike`` each peer reads neighbouring files (whole packages) in place of a
-mixture: one has little but tables of encodings.
-"""
+Peers are simulated in one process (optim/exchange/simulation.py); they read the Python standard
+library with the GPT of the built-in task. The hostile ones train and follow the protocol, but
+contribute what bench/_attacks.py says. ``undefended`` is what the exchange does by itself, which
+refuses NaN and infinity; ``checked`` is rejection by distance alone, ``defended`` with a robust
+mean too, and ``public`` the default of a public swarm: outer.robust, and for pairs
+outer.check_loss. The loss is the mean of the honest peers', in nats per byte, on held-out files,
+with their slow weights. After a backdoor ``learnt`` is the part of held-out windows in which they
+answer its trigger as the attacker wants. With ``--data unlike`` each peer reads neighbouring files
+(whole packages) in place of a mixture: one has little but tables of encodings."""
 
 from __future__ import annotations
 
