@@ -37,7 +37,8 @@ from shoal.node.training.inner_optimizer import make_inner
 from shoal.node.training.precision import DTYPES
 from shoal.node.training.trainer import Trainer
 from shoal.optim import Alone
-from shoal.swarm.manifest import OuterSettings, TrainSettings
+from shoal.swarm.settings.outer import OuterSettings
+from shoal.swarm.settings.training import TrainSettings
 
 ROOT = Path(__file__).resolve().parents[1]
 SHOAL = [sys.executable, "-m", "shoal"]

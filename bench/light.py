@@ -353,7 +353,7 @@ def model(options: argparse.Namespace) -> dict[str, float]:
     this one's.
     """
     from bench.sim.report import run_sim
-    from shoal.swarm.membership.directory import PERIOD_S
+    from shoal.swarm.membership.directory_loops import PERIOD_S
 
     overrides = {
         "swarm.bucket": options.bucket,

@@ -87,7 +87,7 @@ class Setup:
 def seed(setup: Setup, namespace: str, ip: str, relay: bool, tell: Connection) -> None:
     """Be a bootstrap node; send its addresses."""
     from shoal.swarm.identity import Identity
-    from shoal.swarm.seed import Seed
+    from shoal.swarm.seed.bootstrap_node import Seed
 
     _settle(namespace, setup)
     asyncio.run(
@@ -490,8 +490,8 @@ def main() -> int:
 def _load() -> None:
     """Import what nodes need before they are forked."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    from shoal.swarm import seed  # noqa: F401
     from shoal.swarm.p2p import hivemind_adapter  # noqa: F401
+    from shoal.swarm.seed import bootstrap_node  # noqa: F401
     from shoal.swarm.training import session_entry  # noqa: F401
 
 

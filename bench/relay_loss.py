@@ -50,7 +50,7 @@ def seed(namespace: str, ip: str, key: str, tell: Connection) -> None:
     import asyncio
 
     from shoal.swarm.identity import Identity
-    from shoal.swarm.seed import Seed
+    from shoal.swarm.seed.bootstrap_node import Seed
 
     reach._settle(namespace, reach.Setup())
     asyncio.run(

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from shoal.optim.methods import METHODS, Method
 from shoal.swarm.exchange.cost import GOOD, Forecast, Line, Work, forecast, least_every
 from shoal.swarm.figures import amount, duration
-from shoal.swarm.manifest import OuterSettings
+from shoal.swarm.settings.outer import OuterSettings
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -16,7 +16,8 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from shoal.swarm.errors import MessageError
-from shoal.swarm.manifest import Manifest, TrainSettings
+from shoal.swarm.manifest import Manifest
+from shoal.swarm.settings.training import TrainSettings
 from shoal.swarm.wire.envelope import (
     ENVELOPE,
     KIB,

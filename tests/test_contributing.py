@@ -24,7 +24,7 @@ from shoal.node.config.settings import RLSettings
 from shoal.node.plan import ModelTensors, work_of
 from shoal.optim import Simulation, codec_named, method_named
 from shoal.optim.rl import LOSSES, Completions
-from shoal.swarm.manifest import OuterSettings
+from shoal.swarm.settings.outer import OuterSettings
 
 (option,) = [option for option in cli.commands["up"].params if option.name == "outer.method"]
 assert " or elastic (averages with one random partner)" in option.help

@@ -20,7 +20,7 @@ from shoal.node.task import Shard
 from shoal.node.tasks.loader import load_task
 from shoal.node.training.trainer import Trainer
 from shoal.optim import Simulation
-from shoal.swarm.manifest import TrainSettings
+from shoal.swarm.settings.training import TrainSettings
 from tests.support.blocking import blocking
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -16,7 +16,7 @@ from shoal.swarm.exchange.group.roster import BEATS
 from shoal.swarm.exchange.pair.calls import EXCHANGE_PROTOCOL
 from shoal.swarm.exchange.pair.transfer import OUTCOME_PROTOCOL
 from shoal.swarm.gossip.bodies import BODY_PROTOCOL
-from shoal.swarm.manifest import MANIFEST_PROTOCOL, OuterSettings
+from shoal.swarm.manifest import MANIFEST_PROTOCOL
 from shoal.swarm.membership.own_record import MAX_ADDRESSES
 from shoal.swarm.membership.peer_exchange import (
     LOOK_S,
@@ -43,22 +43,19 @@ from shoal.swarm.p2p.resource_manager import (
 )
 from shoal.swarm.p2p.throughput import MAX_BYTES as TEST_BYTES
 from shoal.swarm.p2p.throughput import MOVE_S, SPEED_PROTOCOL, TESTS, TESTS_EACH
+from shoal.swarm.settings.outer import OuterSettings
 from shoal.swarm.state.chunk_server import CHUNKS_PROTOCOL
 from shoal.swarm.state.offers import STATE_PROTOCOL
 from shoal.swarm.state.selection import SAMPLE
 from shoal.swarm.state.snapshot_cache import KEPT, UNUSED_S
-from shoal.swarm.topics.attestation import (
-    EVIDENCE_PROTOCOL,
-    LOG_PROTOCOL,
-    MAX_BYTES,
-    MAX_LOG,
-    MAX_RECORD,
-)
-from shoal.swarm.topics.attestation import LOG_QUOTA as LOGS
+from shoal.swarm.topics.attestation import MAX_RECORD_BYTES
 from shoal.swarm.topics.attestation import QUOTA as ATTESTED
-from shoal.swarm.topics.rollout import MAX_COMPLETIONS, MAX_TEXT
+from shoal.swarm.topics.evidence import EVIDENCE_PROTOCOL, MAX_BYTES
+from shoal.swarm.topics.receipts import MAX_PEERS_NAMED
+from shoal.swarm.topics.rollout import MAX_COMPLETIONS, MAX_TEXT_BYTES
 from shoal.swarm.topics.status import PARTNERS, PER_SECOND, RECEIPTS_S, ROUNDS
-from shoal.swarm.topics.tally import NAMED
+from shoal.swarm.topics.verification_log import LOG_PROTOCOL, MAX_LOG_BYTES
+from shoal.swarm.topics.verification_log import LOG_QUOTA as LOGS
 from shoal.swarm.wire.envelope import ENVELOPE, MAX_MESSAGE, Message
 from shoal.swarm.wire.messages import (
     MAX_CONTACTS,
@@ -144,7 +141,7 @@ def test_bounds_in_the_text_are_those_of_the_code():
     assert f"holds 1 to {LINK_ADDRESSES} addresses and at most\n{MAX_CHARS} characters" in PAGE
     assert MAX_ADDRESSES <= LINK_ADDRESSES
     assert f"A message is at most {MAX_MESSAGE} bytes" in PAGE
-    assert f"at most {MAX_COMPLETIONS} completions of at most {MAX_TEXT} bytes" in PAGE
+    assert f"at most {MAX_COMPLETIONS} completions of at most {MAX_TEXT_BYTES} bytes" in PAGE
     assert f"records of others, at most {MAX_NAMED} " in PAGE
     assert f"at most {MAX_LISTED} packed `listed-swarm`" in PAGE
     assert f"records of at most {MAX_CONTACTS} members" in PAGE
@@ -160,8 +157,8 @@ def test_bounds_in_the_text_are_those_of_the_code():
     assert f"its newest {ROUNDS} rounds" in PAGE
     assert f"at most {PARTNERS} partners" in PAGE
     assert f"about {PER_SECOND:g} a second" in PAGE
-    assert f"for at most {NAMED} others, and sends one every {RECEIPTS_S:g} s" in PAGE
-    assert f"at most {MAX_RECORD} bytes, and its author's signature" in PAGE
+    assert f"for at most {MAX_PEERS_NAMED} others, and sends one every {RECEIPTS_S:g} s" in PAGE
+    assert f"at most {MAX_RECORD_BYTES} bytes, and its author's signature" in PAGE
     assert f"{ATTESTED.messages} messages and {ATTESTED.nbytes >> 20} MiB a minute" in PAGE
     assert f"at most {MAX_BYTES >> 20} MiB a minute to one peer" in PAGE
     assert f"a port from {LOWEST_PORT} up" in PAGE
@@ -171,4 +168,4 @@ def test_bounds_in_the_text_are_those_of_the_code():
         "minute" in PAGE
     )
     assert f"{TESTS} times in all, and\nnever" in PAGE
-    assert f"at most {MAX_LOG >> 20} MiB, {LOGS.messages} times a minute to one peer" in PAGE
+    assert f"at most {MAX_LOG_BYTES >> 20} MiB, {LOGS.messages} times a minute to one peer" in PAGE

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from bench.sim.toy_task import ToyTask
-from shoal.swarm.manifest import Manifest, OuterSettings
+from shoal.swarm.manifest import Manifest
+from shoal.swarm.settings.outer import OuterSettings
 from tests.sim.directory import Board
 from tests.sim.network import Links, SimNetwork
 

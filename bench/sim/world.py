@@ -15,8 +15,9 @@ from bench.sim.plan import SimPlan
 from bench.sim.toy_task import ToyModel, make_toy
 from shoal.optim.parameters import AveragedParameters
 from shoal.swarm.exchange.contribution import model_digest
-from shoal.swarm.manifest import Manifest, TrainSettings, swarm_id
+from shoal.swarm.manifest import Manifest, swarm_id
 from shoal.swarm.p2p.stream import Stream
+from shoal.swarm.settings.training import TrainSettings
 from shoal.swarm.wire.envelope import seal
 from tests.sim.clock import VirtualLoop
 from tests.sim.directory import EPOCH, Board

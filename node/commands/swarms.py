@@ -23,7 +23,7 @@ from shoal.swarm.errors import LinkError, NetworkError
 from shoal.swarm.figures import amount
 from shoal.swarm.identity import Identity
 from shoal.swarm.membership.swarm_list import MAX_MEMBERS, PublicSwarm, look
-from shoal.swarm.seed import Seed
+from shoal.swarm.seed.bootstrap_node import Seed
 
 # ``shoal seed``: run a bootstrap and relay node, without torch.
 

@@ -39,14 +39,10 @@ from shoal.node.home import HomeError, expanded
 from shoal.optim.methods import ALONE, one_of
 from shoal.swarm.access.address import address_problem
 from shoal.swarm.errors import ShoalError
-from shoal.swarm.manifest import (
-    Bucket,
-    EpochSeconds,
-    Lag,
-    OuterSettings,
-    TrainSettings,
-    VerifySettings,
-)
+from shoal.swarm.manifest import Bucket, EpochSeconds
+from shoal.swarm.settings.outer import Lag, OuterSettings
+from shoal.swarm.settings.training import TrainSettings
+from shoal.swarm.settings.verification import VerifySettings
 
 
 def spec_here(spec: str) -> str:

@@ -40,7 +40,8 @@ from shoal.optim.layers import repeated_blocks
 from shoal.optim.ranks.group import in_thread
 from shoal.optim.ranks.orders import Channel, LeadOptimizer, load_whole, obey, whole_state
 from shoal.optim.ranks.ranks import Ranks
-from shoal.swarm.manifest import OuterSettings, TrainSettings
+from shoal.swarm.settings.outer import OuterSettings
+from shoal.swarm.settings.training import TrainSettings
 from shoal.swarm.training.last_average import LastAverage
 
 # A model on several ranks: the same on each, with gradients averaged by DDP, or in parts, one on

@@ -11,7 +11,8 @@ from shoal.node.rl.task import RLRound, RLTask
 from shoal.node.task import Task
 from shoal.node.training.resources import shares
 from shoal.swarm.membership.membership import Membership
-from shoal.swarm.topics.rollout import PoolLimits, RolloutPool
+from shoal.swarm.topics.held_rollouts import PoolLimits
+from shoal.swarm.topics.rollout_pool import RolloutPool
 
 TTL_S = 120.0
 """No record is of use that was issued longer ago, unless rounds are longer."""

@@ -25,7 +25,8 @@ from shoal.node.rl.update import RolloutGroup, Update, loss_of, make_update
 from shoal.node.task import Shard, Task
 from shoal.optim.rl import LOSSES
 from shoal.swarm.errors import MessageError
-from shoal.swarm.topics.rollout import RolloutPool, pack_logps, pack_tokens
+from shoal.swarm.topics.rollout import pack_logps, pack_tokens
+from shoal.swarm.topics.rollout_pool import RolloutPool
 
 log = logging.getLogger(__name__)
 

@@ -29,8 +29,10 @@ from shoal.node.tasks.text import TextTask
 from shoal.node.training import inner_optimizer, resources
 from shoal.optim.parameters import AveragedParameters
 from shoal.swarm.exchange.contribution import model_digest
-from shoal.swarm.manifest import Manifest, Terms, TrainSettings
+from shoal.swarm.manifest import Manifest
 from shoal.swarm.membership.membership import OWN_LOOP
+from shoal.swarm.settings.training import TrainSettings
+from shoal.swarm.settings.verification import Terms
 from shoal.swarm.state.query import ModelDiffersError
 
 RL = "rl"

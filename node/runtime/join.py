@@ -30,8 +30,11 @@ from shoal.node.training.trainer import Trainer
 from shoal.optim import RoundInfo
 from shoal.swarm.exchange.robust import DistanceScreen, LossCheck
 from shoal.swarm.identity import Identity
-from shoal.swarm.manifest import TASK_NAME, Manifest, OuterSettings, Terms, TrainSettings
+from shoal.swarm.manifest import TASK_NAME, Manifest
 from shoal.swarm.membership.membership import Membership
+from shoal.swarm.settings.outer import OuterSettings
+from shoal.swarm.settings.training import TrainSettings
+from shoal.swarm.settings.verification import Terms
 from shoal.swarm.training.factories import LossTrial, steps_of_rounds
 from shoal.swarm.training.shard import least_used
 from shoal.swarm.wire.envelope import seal

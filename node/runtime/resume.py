@@ -32,7 +32,8 @@ from shoal.swarm.errors import MessageError
 from shoal.swarm.exchange.contribution import float32_digest
 from shoal.swarm.figures import duration
 from shoal.swarm.file_lock import replace_file
-from shoal.swarm.manifest import PROTOCOL, Manifest, OuterSettings, open_manifest
+from shoal.swarm.manifest import PROTOCOL, Manifest, open_manifest
+from shoal.swarm.settings.outer import OuterSettings
 from shoal.swarm.state.snapshot import State
 
 RESULT = "result.json"

@@ -47,8 +47,9 @@ from shoal.swarm.changes import changed, described
 from shoal.swarm.errors import NetworkError
 from shoal.swarm.exchange.contribution import model_digest
 from shoal.swarm.identity import Identity
-from shoal.swarm.manifest import Manifest, TrainSettings
+from shoal.swarm.manifest import Manifest
 from shoal.swarm.membership.membership import Membership, create
+from shoal.swarm.settings.training import TrainSettings
 from shoal.swarm.state.catch_up import catch_up
 from shoal.swarm.state.progress import FetchProgress
 from shoal.swarm.state.snapshot import State

@@ -15,7 +15,7 @@ from shoal.optim.inner import WEIGHT_DECAY as MUON_WEIGHT_DECAY
 from shoal.optim.inner import Split, muon, split
 from shoal.optim.outer.inner import all_parameters
 from shoal.optim.parameters import AveragedParameters
-from shoal.swarm.manifest import TrainSettings
+from shoal.swarm.settings.training import TrainSettings
 
 ADAMW_LR = 3e-4
 ADAMW_WEIGHT_DECAY = 0.01

@@ -21,7 +21,7 @@ from shoal.node.inner_tensors import same_values
 from shoal.node.task import Task
 from shoal.node.training.training_error import TrainingError
 from shoal.node.user_code import calling
-from shoal.swarm.manifest import TrainSettings
+from shoal.swarm.settings.training import TrainSettings
 
 COSINE_END = 0.1
 """Of the peak: where a cosine ends."""

@@ -40,7 +40,8 @@ from shoal.node.training.training_error import TrainingError
 from shoal.optim import Alone, Exchange, RoundInfo
 from shoal.optim.device import copies_beside
 from shoal.optim.parameters import AveragedParameters
-from shoal.swarm.manifest import OuterSettings, TrainSettings
+from shoal.swarm.settings.outer import OuterSettings
+from shoal.swarm.settings.training import TrainSettings
 from shoal.swarm.training.factories import Rates, make_outer, round_length
 from shoal.swarm.training.last_average import EndReport, LastAverage, average_at_end
 

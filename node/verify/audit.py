@@ -20,15 +20,9 @@ from shoal.node.rl.policy import Policy
 from shoal.swarm.errors import ShoalError
 from shoal.swarm.gossip.gossip import Gossip
 from shoal.swarm.membership.membership import Membership
-from shoal.swarm.topics.attestation import (
-    Attestations,
-    EvidenceStore,
-    Handler,
-    LogServer,
-    fetch_log,
-    sign_record,
-    verify_record,
-)
+from shoal.swarm.topics.attestation import Attestations, Handler, sign_record, verify_record
+from shoal.swarm.topics.evidence import EvidenceStore
+from shoal.swarm.topics.verification_log import LogServer, fetch_log
 from shoal.verification.calibration import Honest, Pair
 from shoal.verification.consensus.participant import Slot
 from shoal.verification.consensus.records import Claim

@@ -57,7 +57,7 @@ from shoal.node.verify.material import (
     seed_of,
 )
 from shoal.swarm.errors import MessageError
-from shoal.swarm.manifest import Terms
+from shoal.swarm.settings.verification import Terms
 from shoal.verification.calibration import FEWEST, Calibration, CalibrationError, Pair
 from shoal.verification.calibration_file import load_calibration, save_calibration
 from shoal.verification.consensus.participant import Slot

@@ -16,11 +16,13 @@ from typing import Any
 from shoal.node.console import table as grid
 from shoal.swarm.access.link import Link
 from shoal.swarm.errors import MessageError, NetworkError
-from shoal.swarm.manifest import Manifest, VerifySettings
+from shoal.swarm.manifest import Manifest
 from shoal.swarm.membership.admission import visited
 from shoal.swarm.p2p.host import Host
 from shoal.swarm.p2p.stream import short
-from shoal.swarm.topics.attestation import fetch_log, verify_record
+from shoal.swarm.settings.verification import VerifySettings
+from shoal.swarm.topics.attestation import verify_record
+from shoal.swarm.topics.verification_log import fetch_log
 from shoal.swarm.wire.messages import Member
 from shoal.verification.consensus.ledger import Ledger
 from shoal.verification.consensus.log import Log, decode_log

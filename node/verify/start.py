@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from shoal.node.config.settings import ConfigError, Settings
 from shoal.node.task import Task
-from shoal.swarm.manifest import Terms
 from shoal.swarm.membership.membership import Membership
+from shoal.swarm.settings.verification import Terms
 
 if TYPE_CHECKING:
     from shoal.node.rl.task import RLTask

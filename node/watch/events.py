@@ -11,8 +11,8 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from shoal.node.console import dumps
 from shoal.swarm.changes import MAX_PARTS, ChangePart
 from shoal.swarm.errors import ShoalError
+from shoal.swarm.topics.receipts import Receipts
 from shoal.swarm.topics.status import Status
-from shoal.swarm.topics.tally import Receipts
 from shoal.swarm.wire.envelope import PeerId, Reason, SwarmId
 
 MAX_LINE = 64 * 1024  # characters

@@ -63,8 +63,8 @@ from shoal.swarm.p2p.rate_limit import RateLimit, TokenBuckets
 from shoal.swarm.p2p.seed_request import ask_seed
 from shoal.swarm.p2p.stream import Stream
 from shoal.swarm.pacing.meter import TrafficMeter
+from shoal.swarm.topics.receipts import Receipts
 from shoal.swarm.topics.status import Status
-from shoal.swarm.topics.tally import Receipts
 from shoal.swarm.wire.envelope import Message, pack, unpack
 from shoal.swarm.wire.messages import SEED_PROTOCOL, ManifestReply, ManifestRequest
 

@@ -32,8 +32,8 @@ from shoal.node.watch.events import (
 from shoal.swarm.changes import ChangePart, described
 from shoal.swarm.p2p.addresses import range_met
 from shoal.swarm.p2p.newest import Newest
+from shoal.swarm.topics.receipts import MAX_TOKEN_RATIO, Receipts, Work, confirmed, total
 from shoal.swarm.topics.status import PER_SECOND, TAIL, RoundStatus, Status
-from shoal.swarm.topics.tally import MOST, Receipts, Work, confirmed, total
 
 FAULTS = {
     "no-partner": ("found no partner in a round and kept its own step", "no partner in"),
@@ -290,8 +290,8 @@ class Confirmations:
         """Return of each of ``peers`` what each other one confirms.
 
         Of exchanges what both sides signed, no more of one pair than there were ``rounds``; and of
-        tokens no more an exchange than `MOST` times what is usual: two keys of one owner sign for
-        each other what they like.
+        tokens no more an exchange than `MAX_TOKEN_RATIO` times what is usual: two keys of one owner
+        sign for each other what they like.
         """
         found: dict[str, dict[str, Work]] = {peer: {} for peer in peers}
         for (signer, peer), (_, signed) in self._signed.items():
@@ -307,7 +307,9 @@ class Confirmations:
         )
         return {
             peer: {
-                signer: work._replace(tokens=min(work.tokens, MOST * usual * work.exchanges))
+                signer: work._replace(
+                    tokens=min(work.tokens, MAX_TOKEN_RATIO * usual * work.exchanges)
+                )
                 for signer, work in partners.items()
             }
             for peer, partners in found.items()

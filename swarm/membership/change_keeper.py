@@ -27,10 +27,11 @@ from shoal.swarm.changes import (
     settings_at,
 )
 from shoal.swarm.errors import MessageError, NetworkError
-from shoal.swarm.manifest import Manifest, TrainSettings
+from shoal.swarm.manifest import Manifest
 from shoal.swarm.p2p.counters import Counters
 from shoal.swarm.p2p.newest import Newest
 from shoal.swarm.p2p.stream import Stream, short
+from shoal.swarm.settings.training import TrainSettings
 from shoal.swarm.wire.envelope import pack, unpack
 from shoal.swarm.wire.messages import Member
 

@@ -28,7 +28,8 @@ from shoal.swarm.figures import amount
 from shoal.swarm.gossip.gossip import Gossip, Handler
 from shoal.swarm.membership.membership import SHOAL_VERSION, Membership
 from shoal.swarm.p2p.addresses import range_met
-from shoal.swarm.topics.tally import NAME, Receipts, Tally, Work
+from shoal.swarm.topics.receipts import Receipts, Work
+from shoal.swarm.topics.tally import NAME, Tally
 from shoal.swarm.wire.envelope import (
     KIB,
     MAX_BYTES,

@@ -44,9 +44,10 @@ from shoal.swarm.exchange.context import FEW, QUICKER, ExchangeTimeouts, PeerCon
 from shoal.swarm.exchange.group.exchange import GroupExchange
 from shoal.swarm.exchange.pair.exchange import PairExchange
 from shoal.swarm.exchange.robust import DistanceScreen
-from shoal.swarm.manifest import MAX_GROUP, OuterSettings, parse_round
 from shoal.swarm.membership.membership import Membership
 from shoal.swarm.p2p.addresses import of_ranges
+from shoal.swarm.settings.outer import MAX_GROUP, OuterSettings
+from shoal.swarm.settings.round_length import parse_round
 from shoal.swarm.wire.messages import Member
 
 log = logging.getLogger(__name__)

@@ -13,8 +13,9 @@ from torch import nn
 from shoal.optim import Alone, OuterOptimizer, Ranks
 from shoal.optim.parameters import AveragedParameters
 from shoal.optim.ranks.orders import Channel, obey
-from shoal.swarm.manifest import OuterSettings, TrainSettings
 from shoal.swarm.membership.membership import Membership
+from shoal.swarm.settings.outer import OuterSettings
+from shoal.swarm.settings.training import TrainSettings
 from shoal.swarm.training.session_setup import (
     SessionError,
 )

@@ -28,9 +28,9 @@ from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext, Training
 from shoal.swarm.exchange.group.exchange import GroupExchange, GroupProtocols
 from shoal.swarm.exchange.group.roster import LivenessView
 from shoal.swarm.exchange.robust import DistanceScreen
-from shoal.swarm.manifest import MAX_GROUP, OuterSettings
 from shoal.swarm.membership.membership import Membership
 from shoal.swarm.p2p.stream import short
+from shoal.swarm.settings.outer import MAX_GROUP, OuterSettings
 from shoal.swarm.wire.envelope import SHORT_NAME, real
 from shoal.swarm.wire.messages import MAX_MISSING, Member, MemberEnd
 

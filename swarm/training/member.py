@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 from shoal.optim import FLOAT32, OuterOptimizer, RoundInfo
 from shoal.swarm.exchange.pair.exchange import PairExchange
 from shoal.swarm.exchange.robust import DistanceScreen, RejectedUpdate
-from shoal.swarm.manifest import MAX_GROUP
 from shoal.swarm.membership.directory import State as DirectoryState
 from shoal.swarm.membership.membership import SHOAL_VERSION, Membership
 from shoal.swarm.p2p.addresses import range_met
+from shoal.swarm.settings.outer import MAX_GROUP
 from shoal.swarm.state.catch_up import in_step
 from shoal.swarm.state.chunk_server import CHUNKS_PROTOCOL
 from shoal.swarm.state.drift import DriftDetector

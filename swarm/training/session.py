@@ -42,10 +42,11 @@ from shoal.swarm.changes import changed, described
 from shoal.swarm.exchange.contribution import model_digest
 from shoal.swarm.exchange.pair.exchange import PairExchange
 from shoal.swarm.exchange.robust import LossCheck
-from shoal.swarm.manifest import OuterSettings, TrainSettings
 from shoal.swarm.membership.directory import State as DirectoryState
 from shoal.swarm.membership.membership import Membership
 from shoal.swarm.membership.overview import overview
+from shoal.swarm.settings.outer import OuterSettings
+from shoal.swarm.settings.training import TrainSettings
 from shoal.swarm.topics.status import StatusReporter
 from shoal.swarm.training.factories import (
     LossTrial,

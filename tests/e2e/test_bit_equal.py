@@ -18,8 +18,9 @@ from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext
 from shoal.swarm.exchange.contribution import model_digest
 from shoal.swarm.exchange.pair.exchange import PairExchange
 from shoal.swarm.identity import Identity
-from shoal.swarm.manifest import OuterSettings, TrainSettings
 from shoal.swarm.p2p.host import Host
+from shoal.swarm.settings.outer import OuterSettings
+from shoal.swarm.settings.training import TrainSettings
 from tests.support.blocking import blocking
 from tests.support.records import member_of
 

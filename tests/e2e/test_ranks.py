@@ -16,7 +16,8 @@ from shoal.node.task import Shard
 from shoal.node.tasks.text import TextTask
 from shoal.node.training.trainer import Trainer
 from shoal.optim import Simulation
-from shoal.swarm.manifest import OuterSettings, TrainSettings
+from shoal.swarm.settings.outer import OuterSettings
+from shoal.swarm.settings.training import TrainSettings
 from tests.support.rank_processes import rank_of
 
 OPTIONS = {"width": 16, "heads": 2, "layers": 2, "context": 16, "batch": 4}

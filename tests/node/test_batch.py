@@ -20,7 +20,7 @@ from shoal.node.training.loader import Loader
 from shoal.node.training.trainer import Trainer
 from shoal.node.user_code import UserCodeError
 from shoal.optim import Alone
-from shoal.swarm.manifest import TrainSettings
+from shoal.swarm.settings.training import TrainSettings
 from tests.support.blocking import blocking
 
 META, CPU = torch.device("meta"), torch.device("cpu")

@@ -47,7 +47,7 @@ class Lie:
         """
         told = False
         while True:
-            mine = directory.members().get(directory._identity.peer_id)
+            mine = directory.members().get(directory._peer)
             if self.lies and mine is not None:
                 stored = 0
                 for number, identity in enumerate(self.free):

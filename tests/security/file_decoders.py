@@ -25,11 +25,9 @@ from shoal.node.watch.events import Unreachable, WatchError, event_of, line_of
 from shoal.optim import Alone
 from shoal.swarm.errors import IdentityError, LinkError
 from shoal.swarm.identity import Identity
-from shoal.swarm.manifest import (
-    OuterSettings,
-    TrainSettings,
-    swarm_id,
-)
+from shoal.swarm.manifest import swarm_id
+from shoal.swarm.settings.outer import OuterSettings
+from shoal.swarm.settings.training import TrainSettings
 from tests.security.decoder import HERE, ME, TINY, Folder, one, text
 from tests.security.hostile import (
     DIGESTED,

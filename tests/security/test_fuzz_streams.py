@@ -39,8 +39,8 @@ from shoal.swarm.p2p.resource_manager import ResourceManager
 from shoal.swarm.p2p.stream import Stream
 from shoal.swarm.p2p.throughput import SpeedRequest, ThroughputProbe
 from shoal.swarm.pacing.meter import TrafficMeter
-from shoal.swarm.seed import Seed
-from shoal.swarm.topics.attestation import LogRequest, LogServer
+from shoal.swarm.seed.bootstrap_node import Seed
+from shoal.swarm.topics.verification_log import LogRequest, LogServer
 from shoal.swarm.wire.envelope import pack
 from shoal.swarm.wire.messages import ManifestRequest, SeedRequest, SwarmsRequest
 from tests.security.hostile import CANNOT, MSGPACK, ODD, SIGNERS, WHOLE, at, near, places, put

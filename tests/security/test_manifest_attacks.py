@@ -23,8 +23,10 @@ from shoal.optim import Alone
 from shoal.optim.parameters import AveragedParameters
 from shoal.swarm.exchange.contribution import model_digest
 from shoal.swarm.identity import Identity
-from shoal.swarm.manifest import Manifest, OuterSettings, TrainSettings, open_manifest, swarm_id
+from shoal.swarm.manifest import Manifest, open_manifest, swarm_id
 from shoal.swarm.membership.membership import create
+from shoal.swarm.settings.outer import OuterSettings
+from shoal.swarm.settings.training import TrainSettings
 from shoal.swarm.wire.envelope import seal
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -25,16 +25,10 @@ from shoal.optim.parameters import AveragedParameters
 from shoal.swarm.errors import MessageError, ShoalError
 from shoal.swarm.exchange.contribution import model_digest
 from shoal.swarm.identity import Identity
-from shoal.swarm.manifest import (
-    Manifest,
-    OuterSettings,
-    Terms,
-    TrainSettings,
-    VerifySettings,
-    is_public,
-    open_manifest,
-    title_of,
-)
+from shoal.swarm.manifest import Manifest, is_public, open_manifest, title_of
+from shoal.swarm.settings.outer import OuterSettings
+from shoal.swarm.settings.training import TrainSettings
+from shoal.swarm.settings.verification import Terms, VerifySettings
 
 CREATOR = Identity.ephemeral()
 TINY = {"layers": 1, "width": 8, "heads": 2, "context": 8, "batch": 1}

@@ -22,16 +22,16 @@ from shoal.swarm.exchange.group.roster import ready_message
 from shoal.swarm.exchange.pair.calls import make_offer
 from shoal.swarm.exchange.robust import Newcomers
 from shoal.swarm.identity import Identity
-from shoal.swarm.manifest import VerifySettings
 from shoal.swarm.membership.seed_announcer import SeedAnnouncer
 from shoal.swarm.p2p.multiaddr import origin
 from shoal.swarm.p2p.reachability import DialSeen
 from shoal.swarm.p2p.throughput import SpeedReply
+from shoal.swarm.settings.verification import VerifySettings
 from shoal.swarm.state.drift import DriftDetector
 from shoal.swarm.state.query import LAST_ROUND
 from shoal.swarm.state.snapshot import State, encode, make
-from shoal.swarm.topics.attestation import LogReply, LogServer
 from shoal.swarm.topics.status import StatusReporter
+from shoal.swarm.topics.verification_log import LogReply, LogServer
 from shoal.swarm.training.diagnosis import Diagnosis
 from shoal.swarm.training.factories import Rates
 from shoal.swarm.training.member import TrainingMember

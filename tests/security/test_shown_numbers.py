@@ -12,8 +12,9 @@ from shoal.node.watch.swarm_view import SwarmView
 from shoal.node.watch.tui import headline, peer_rows
 from shoal.node.watch.web import page_data
 from shoal.swarm.identity import Identity
-from shoal.swarm.manifest import Manifest, OuterSettings
+from shoal.swarm.manifest import Manifest
 from shoal.swarm.membership.overview import overview, totals_said
+from shoal.swarm.settings.outer import OuterSettings
 from shoal.swarm.topics.status import Status
 from shoal.swarm.training.factories import steps_of_rounds
 from shoal.swarm.wire.envelope import MAX_RATE, MIN_RATE

@@ -14,13 +14,7 @@ from shoal.swarm.access.link import Link
 from shoal.swarm.errors import AdmissionError, LinkError, MessageError
 from shoal.swarm.exchange.group.roster import encode_roster, open_roster
 from shoal.swarm.gossip import envelope
-from shoal.swarm.manifest import (
-    Manifest,
-    is_public,
-    open_manifest,
-    swarm_id,
-    title_of,
-)
+from shoal.swarm.manifest import Manifest, is_public, open_manifest, swarm_id, title_of
 from shoal.swarm.membership.records import MemberValidator, make_record, open_record
 from shoal.swarm.membership.swarm_list import read_listed
 from shoal.swarm.p2p import multiaddr

@@ -16,7 +16,8 @@ from collections.abc import Callable
 
 from shoal.optim.exchange.pairing import partner_of
 from shoal.swarm.membership.bucket_index import READ_AHEAD_S
-from shoal.swarm.membership.directory import PERIOD_S, TTL_S
+from shoal.swarm.membership.directory import TTL_S
+from shoal.swarm.membership.directory_loops import PERIOD_S
 from shoal.swarm.membership.records import bits_in, bucket_prefix
 from tests.sim.bucket_swarm import EPOCH_S, FIRST, SWARM, BucketSwarm
 from tests.sim.directory import EPOCH

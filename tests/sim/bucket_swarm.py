@@ -8,7 +8,8 @@ import random
 from collections import Counter
 from collections.abc import Callable
 
-from shoal.swarm.membership.directory import PERIOD_S, TTL_S
+from shoal.swarm.membership.directory import TTL_S
+from shoal.swarm.membership.directory_loops import PERIOD_S
 from shoal.swarm.membership.room import MAX_IN_VIEW
 from shoal.swarm.wire.messages import Member
 from tests.sim.clock import VirtualLoop

@@ -16,7 +16,8 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple, cast
 
 from shoal.swarm.membership.bucket_index import Index
-from shoal.swarm.membership.directory import HASTE_S, MIN_GAP_S, PERIOD_S, PRESENT, TTL_S
+from shoal.swarm.membership.directory import PRESENT, TTL_S
+from shoal.swarm.membership.directory_loops import HASTE_S, MIN_GAP_S, PERIOD_S
 from shoal.swarm.membership.records import bits_of, make_record
 from shoal.swarm.membership.room import MAX_IN_VIEW
 from shoal.swarm.membership.trie import CAP, Names

@@ -6,7 +6,8 @@ import pytest
 
 from bench.sim.report import run_sim
 from shoal.swarm.membership.bucket_index import PUBLISH_AHEAD_S
-from shoal.swarm.membership.directory import PERIOD_S, TTL_S
+from shoal.swarm.membership.directory import TTL_S
+from shoal.swarm.membership.directory_loops import PERIOD_S
 from tests.sim.bucket_swarm import BUCKET, EPOCH_S, FIRST
 
 

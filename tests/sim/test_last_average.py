@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shoal.optim.exchange.base import Contribution, RoundKey
-from shoal.swarm.manifest import OuterSettings
+from shoal.swarm.settings.outer import OuterSettings
 from shoal.swarm.training import last_average
 from shoal.swarm.training.last_average import LONGEST_WAIT_S, LastAverage
 from tests.sim.clock import VirtualLoop

@@ -3,7 +3,7 @@ the same bits each time.
 """
 
 from shoal.optim import method_named
-from shoal.swarm.manifest import OuterSettings
+from shoal.swarm.settings.outer import OuterSettings
 
 
 def blocking(**settings):

@@ -16,8 +16,8 @@ import shoal.node
 import shoal.swarm
 from shoal.swarm.changes import MAX_PARTS, ChangePart
 from shoal.swarm.identity import Identity
+from shoal.swarm.topics.receipts import MAX_PEERS_NAMED
 from shoal.swarm.topics.status import RoundStatus
-from shoal.swarm.topics.tally import NAMED
 from shoal.swarm.wire.envelope import Message
 from shoal.swarm.wire.messages import MemberEnd
 from shoal.verification.consensus.records import VoteRecord
@@ -269,7 +269,7 @@ LARGEST = {
     "receipts": {
         "work": tuple(
             (Identity.ephemeral().peer_id, 2**53, 1.0, 1.0, 2**53, -1.0, 2**53)
-            for _ in range(NAMED)
+            for _ in range(MAX_PEERS_NAMED)
         )
     },
 }

@@ -4,7 +4,8 @@ from types import SimpleNamespace
 
 from shoal.swarm.identity import Identity
 from shoal.swarm.internal_errors import InternalErrors
-from shoal.swarm.manifest import OuterSettings, swarm_id
+from shoal.swarm.manifest import swarm_id
+from shoal.swarm.settings.outer import OuterSettings
 
 PEERS = [Identity.ephemeral().peer_id for _ in range(12)]
 

@@ -12,8 +12,8 @@ from shoal.swarm.errors import NetworkError
 from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext
 from shoal.swarm.exchange.group.exchange import GroupExchange
 from shoal.swarm.exchange.pair.exchange import PairExchange
-from shoal.swarm.manifest import OuterSettings
 from shoal.swarm.membership.membership import NetworkOptions
+from shoal.swarm.settings.outer import OuterSettings
 from shoal.swarm.training.factories import make_screen
 from shoal.swarm.training.member import OuterSync
 

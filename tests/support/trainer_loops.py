@@ -11,7 +11,7 @@ from shoal.node.training.precision import check_precision
 from shoal.node.training.trainer import Trainer
 from shoal.node.training.training_error import TrainingError
 from shoal.optim import Alone
-from shoal.swarm.manifest import TrainSettings
+from shoal.swarm.settings.training import TrainSettings
 from tests.support.blocking import blocking
 
 STEPS, CPU = 9, torch.device("cpu")

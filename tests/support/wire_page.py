@@ -6,12 +6,10 @@ from shoal.swarm.access.invitation import Invitation
 from shoal.swarm.changes import Change
 from shoal.swarm.gossip.envelope import BodyAnnouncement
 from shoal.swarm.manifest import Manifest
-from shoal.swarm.topics.attestation import (
-    Attestation,
-)
+from shoal.swarm.topics.attestation import Attestation
+from shoal.swarm.topics.receipts import Receipts
 from shoal.swarm.topics.rollout import Rollout
 from shoal.swarm.topics.status import Status
-from shoal.swarm.topics.tally import Receipts
 from shoal.swarm.wire.messages import (
     Announcement,
     GroupDecision,

@@ -18,7 +18,7 @@ from shoal.node.task import Shard
 from shoal.node.training.trainer import Trainer
 from shoal.node.training.training_error import TrainingError
 from shoal.optim import Alone
-from shoal.swarm.manifest import TrainSettings
+from shoal.swarm.settings.training import TrainSettings
 from tests.support.blocking import blocking
 from tests.support.coded_tensor import Coded
 from tests.support.trainer_loops import Small

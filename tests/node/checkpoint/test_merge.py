@@ -22,7 +22,8 @@ from shoal.node.task import Shard, Task
 from shoal.node.training.trainer import Trainer
 from shoal.optim import Alone
 from shoal.swarm.errors import ShoalError
-from shoal.swarm.manifest import OuterSettings, TrainSettings
+from shoal.swarm.settings.outer import OuterSettings
+from shoal.swarm.settings.training import TrainSettings
 
 
 def tensors(seed, dtype=torch.float32):

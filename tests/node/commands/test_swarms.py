@@ -17,7 +17,8 @@ from shoal.swarm.identity import ID_HEADER, Identity, b58encode
 from shoal.swarm.manifest import Title, swarm_id
 from shoal.swarm.membership.swarm_list import PublicSwarm
 from shoal.swarm.p2p.stream import short
-from shoal.swarm.topics.tally import NAME, Receipts, Tally, TallyError, Work
+from shoal.swarm.topics.receipts import Receipts, Work
+from shoal.swarm.topics.tally import NAME, Tally, TallyError
 from shoal.swarm.wire.envelope import seal
 
 PEER = "12D3KooWEyoppNCUx8Yx66oV9fJnriXwCcXwDDUA2kj6vnc6iDEp"

@@ -23,7 +23,9 @@ from shoal.node.tasks.text import TextTask
 from shoal.node.training.trainer import Trainer
 from shoal.optim import Alone
 from shoal.swarm.identity import Identity
-from shoal.swarm.manifest import OuterSettings, TrainSettings, open_manifest
+from shoal.swarm.manifest import open_manifest
+from shoal.swarm.settings.outer import OuterSettings
+from shoal.swarm.settings.training import TrainSettings
 from tests.support.blocking import blocking
 from tests.support.tokenizers_made_here import train
 

@@ -40,7 +40,7 @@ from shoal.swarm.p2p.host import Host
 from shoal.swarm.p2p.reachability import DIAL_PROTOCOL, DialBackView, ReachabilityProbe
 from shoal.swarm.p2p.seed_request import ask_seed
 from shoal.swarm.p2p.throughput import SPEED_PROTOCOL, ThroughputProbe
-from shoal.swarm.seed import Seed
+from shoal.swarm.seed.bootstrap_node import Seed
 from shoal.swarm.state.state_server import StateServer
 from shoal.swarm.wire.envelope import seal
 from shoal.swarm.wire.messages import SEED_PROTOCOL

@@ -6,7 +6,7 @@ from torch import nn
 
 from shoal.node.plan import ModelTensors, work_of
 from shoal.optim import METHODS, Alone, codec_named
-from shoal.swarm.manifest import OuterSettings
+from shoal.swarm.settings.outer import OuterSettings
 from shoal.swarm.training.factories import make_outer
 
 CODECS = {

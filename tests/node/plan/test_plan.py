@@ -34,9 +34,9 @@ from shoal.swarm.exchange.cost import BUSY, GOOD, Line
 from shoal.swarm.exchange.group.reduction import SMALLEST, fits
 from shoal.swarm.figures import amount
 from shoal.swarm.identity import Identity
-from shoal.swarm.manifest import OuterSettings
 from shoal.swarm.p2p.reachability import DIAL_PROTOCOL, DialBackView
 from shoal.swarm.p2p.throughput import MAX_BYTES, Throughput
+from shoal.swarm.settings.outer import OuterSettings
 
 MEASURED = Path(__file__).resolve().parents[3] / "bench" / "results" / "memory.jsonl"
 LINE = Line(12.5e6, 0.1)

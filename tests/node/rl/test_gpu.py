@@ -12,7 +12,8 @@ from shoal.node.rl.task import RLTask
 from shoal.node.rl.tiny import END, Tiny, Warm
 from shoal.node.task import Shard
 from shoal.node.training.trainer import Trainer
-from shoal.swarm.manifest import OuterSettings, TrainSettings
+from shoal.swarm.settings.outer import OuterSettings
+from shoal.swarm.settings.training import TrainSettings
 from tests.support.gpu import STANDIN, assert_same
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("same_adam")]

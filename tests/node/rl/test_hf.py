@@ -16,7 +16,8 @@ from shoal.node.rl.task import RLRound, RLTask
 from shoal.node.rl.update import RolloutGroup, make_update
 from shoal.node.task import Shard
 from shoal.node.training.trainer import Trainer
-from shoal.swarm.manifest import OuterSettings, TrainSettings
+from shoal.swarm.settings.outer import OuterSettings
+from shoal.swarm.settings.training import TrainSettings
 from tests.support.transformers_models import real_model, wants_real_model
 
 transformers = pytest.importorskip("transformers")

@@ -15,9 +15,10 @@ from shoal.node.task import Shard
 from shoal.node.training.trainer import Trainer
 from shoal.swarm.errors import MessageError
 from shoal.swarm.identity import Identity
-from shoal.swarm.manifest import OuterSettings, TrainSettings
-from shoal.swarm.topics import rollout
-from shoal.swarm.topics.rollout import RolloutPool
+from shoal.swarm.settings.outer import OuterSettings
+from shoal.swarm.settings.training import TrainSettings
+from shoal.swarm.topics import rollout_pool
+from shoal.swarm.topics.rollout_pool import RolloutPool
 from tests.support.clock import Clock
 from tests.support.gossip_nodes import SWARM, rollout_of
 
@@ -86,7 +87,7 @@ def objects_and_bytes():
 def test_memory_stays_as_it_is_over_hundreds_of_updates(monkeypatch):
     monkeypatch.setattr(remote_rollouts, "REMEMBERED_GROUPS", SMALL)
     monkeypatch.setattr(remote_rollouts, "SENDERS", SMALL)
-    monkeypatch.setattr(rollout, "REMEMBERED", SMALL)
+    monkeypatch.setattr(rollout_pool, "MAX_NONCES", SMALL)
     clock = Clock()
     clock.now = 1e9
     gossip = Gossip()

@@ -25,7 +25,8 @@ from shoal.node.rl.task import RLTask
 from shoal.node.task import Shard
 from shoal.node.training.trainer import Trainer
 from shoal.node.verify.checker import policy_label
-from shoal.swarm.manifest import OuterSettings, TrainSettings
+from shoal.swarm.settings.outer import OuterSettings
+from shoal.swarm.settings.training import TrainSettings
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")

@@ -19,7 +19,8 @@ from shoal.node.rl.update import RolloutGroup, completions_of, loss_of, make_upd
 from shoal.node.task import Shard
 from shoal.node.training.trainer import Trainer
 from shoal.optim.rl import LOSSES
-from shoal.swarm.manifest import OuterSettings, TrainSettings
+from shoal.swarm.settings.outer import OuterSettings
+from shoal.swarm.settings.training import TrainSettings
 from shoal.swarm.topics.rollout import Rollout, pack_logps, pack_tokens
 
 SHARD = Shard(0, 1, 0)

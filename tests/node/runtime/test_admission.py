@@ -26,7 +26,7 @@ from shoal.swarm.membership.admission import fetch_manifest, visited
 from shoal.swarm.membership.membership import create, join
 from shoal.swarm.state.offers import STATE_PROTOCOL
 from shoal.swarm.state.state_server import StateServer
-from shoal.swarm.topics.rollout import RolloutPool
+from shoal.swarm.topics.rollout_pool import RolloutPool
 from shoal.swarm.wire.envelope import pack, unpack
 from shoal.swarm.wire.messages import Answer, StateRequest
 from tests.support.reasons import raises_for
@@ -60,7 +60,7 @@ class Club:
         self.members.append(self.first)
         self.first.directory.announce(**ABOUT)
         self.first.directory.wait_for(1, 5.0)
-        until(lambda: self.first.directory._prefix is not None)
+        until(lambda: self.first.directory._publisher.prefix is not None)
 
     def settings(self, name, **more):
         return load(
@@ -192,7 +192,7 @@ def test_only_the_invited_are_met(club, monkeypatch):
 
     spy = stranger(club, monkeypatch)
     spy.directory.announce(**ABOUT)
-    until(lambda: spy.directory._prefix is not None)
+    until(lambda: spy.directory._publisher.prefix is not None)
     for member in (creator, anna):
         member.directory.refresh(10)
         assert set(member.directory.everyone()) == ids
@@ -247,12 +247,12 @@ def test_used_single_invitation_names_its_user(club):
     link = club.invited()
     anna = club.join(link, "anna")
     anna.directory.announce(**ABOUT)
-    until(lambda: anna.directory._prefix is not None)
+    until(lambda: anna.directory._publisher.prefix is not None)
     with pytest.raises(AdmissionError, match=f"used by peer {anna.host.peer_id} already"):
         club.join(link, "bert")
     again = club.join(club.invited(uses=2), "carl")
     again.directory.announce(**ABOUT)
-    until(lambda: again.directory._prefix is not None)
+    until(lambda: again.directory._publisher.prefix is not None)
     until(lambda: club.first.directory.refresh(10) or len(club.first.directory.members()) == 3)
 
 
@@ -368,7 +368,7 @@ def test_creators_change_reaches_late_joiners(club, tmp_path):
     guest = club.join(club.invited(), "guest")
     guest.directory.announce(**ABOUT)
     assert club.first.directory.wait_for(2, 30.0)
-    until(lambda: guest.directory._prefix is not None)
+    until(lambda: guest.directory._publisher.prefix is not None)
     made = creators.change(club.link(), {"train.lr": 0.5, "train.steps": 7}, key)
     assert (made["round"], made["members"]) == (1 if made["now"] == 0 else 2, 2)
     assert made["said"].startswith(f"train.lr=0.5, train.steps=7 from round {made['round']} (their")
@@ -398,7 +398,7 @@ def test_the_creator_ends_a_run_for_all_members(club, tmp_path):
     key = tmp_path / "creator.key"
     club.identity.write_to(key)
     club.first.directory.announce(**{**ABOUT, "round": 40})
-    until(lambda: not club.first.directory._urgent)
+    until(lambda: not club.first.directory._publisher.urgent)
     made = creators.end(club.link(), key, 60)
     until(lambda: club.first.changes.number)
     every = club.first.manifest.outer.resolved().every
@@ -450,6 +450,6 @@ def test_a_round_that_is_over_is_refused(club, tmp_path):
     club.first.directory.announce(**{**ABOUT, "round": 40})
     until(lambda: club.first.directory.own().round == 40)
     time_is_up = r"^Round 1 is over, for the swarm is in round \d+: leave --at out, or name a later"
-    until(lambda: not club.first.directory._urgent)
+    until(lambda: not club.first.directory._publisher.urgent)
     with pytest.raises(ConfigError, match=time_is_up):
         creators.change(club.link(), {"train.lr": 0.5}, key, 1)

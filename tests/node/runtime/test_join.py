@@ -26,7 +26,9 @@ from shoal.optim.parameters import AveragedParameters
 from shoal.swarm.access.link import Link
 from shoal.swarm.exchange.contribution import model_digest
 from shoal.swarm.identity import Identity
-from shoal.swarm.manifest import Terms, TrainSettings, open_manifest
+from shoal.swarm.manifest import open_manifest
+from shoal.swarm.settings.training import TrainSettings
+from shoal.swarm.settings.verification import Terms
 from shoal.swarm.state.query import ModelDiffersError
 from tests.support.records import member_of
 

@@ -12,7 +12,8 @@ from shoal.node.runtime.join import follow_schedule, schedule_steps
 from shoal.node.task import Shard
 from shoal.node.training.trainer import Trainer
 from shoal.optim import Alone
-from shoal.swarm.manifest import OuterSettings, TrainSettings
+from shoal.swarm.settings.outer import OuterSettings
+from shoal.swarm.settings.training import TrainSettings
 from tests.support.trainer_loops import Small
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")

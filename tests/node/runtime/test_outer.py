@@ -30,7 +30,8 @@ from shoal.optim import (
 from shoal.optim.codecs.base import BufferTailCodec
 from shoal.optim.exchange.base import Exchange, Handle
 from shoal.swarm.errors import OuterError
-from shoal.swarm.manifest import KNOBS, OuterSettings, TrainSettings
+from shoal.swarm.settings.outer import KNOBS, OuterSettings
+from shoal.swarm.settings.training import TrainSettings
 from shoal.swarm.training.factories import make_outer
 from shoal.swarm.wire.messages import Offer
 from tests.support.blocking import blocking

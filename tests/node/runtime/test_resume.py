@@ -23,7 +23,9 @@ from shoal.node.training.trainer import Trainer
 from shoal.node.training.training_error import TrainingError
 from shoal.optim import METHODS, Alone, DiLoCo, NoLoCo
 from shoal.swarm.identity import Identity
-from shoal.swarm.manifest import OuterSettings, TrainSettings, open_manifest, swarm_id
+from shoal.swarm.manifest import open_manifest, swarm_id
+from shoal.swarm.settings.outer import OuterSettings
+from shoal.swarm.settings.training import TrainSettings
 from shoal.swarm.state.snapshot import State
 from tests.support.blocking import blocking
 from tests.support.trainer_loops import Small

@@ -13,7 +13,7 @@ from shoal.node.tasks.loader import HookError, load_task
 from shoal.node.tasks.text import TextTask
 from shoal.node.training.inner_optimizer import make_inner
 from shoal.node.user_code import UserCodeError
-from shoal.swarm.manifest import TrainSettings
+from shoal.swarm.settings.training import TrainSettings
 
 REPOSITORY = Path(__file__).parents[3]
 EXAMPLE = REPOSITORY / "examples" / "custom_model.py"

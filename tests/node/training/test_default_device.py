@@ -11,7 +11,7 @@ from shoal.optim import Simulation
 from shoal.optim.methods import METHODS
 from shoal.optim.outer.sketch import projection, sketch
 from shoal.optim.rules import stability
-from shoal.swarm.manifest import OuterSettings
+from shoal.swarm.settings.outer import OuterSettings
 from shoal.swarm.training.factories import make_outer
 
 CPU = torch.device("cpu")

@@ -7,7 +7,7 @@ import torch
 
 from shoal.node.checkpoint import store as checkpoint
 from shoal.node.tasks.gpt import GPT
-from shoal.swarm.manifest import TrainSettings
+from shoal.swarm.settings.training import TrainSettings
 from tests.support.gpu import assert_same
 from tests.support.trainer_loops import Overflows, Small, trainer
 

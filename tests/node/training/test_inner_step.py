@@ -14,7 +14,7 @@ from shoal.node.training import batch_parts
 from shoal.node.training.inner_step import MAX_SKIPPED_STEPS
 from shoal.node.training.schedule import factor
 from shoal.node.training.training_error import TrainingError
-from shoal.swarm.manifest import TrainSettings
+from shoal.swarm.settings.training import TrainSettings
 from tests.support.trainer_loops import (
     CPU,
     STEPS,

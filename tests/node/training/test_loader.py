@@ -22,7 +22,7 @@ from shoal.node.tasks.loader import Guarded
 from shoal.node.tasks.text import TextTask
 from shoal.node.training.loader import Loader, LoadingError, _in_pieces
 from shoal.node.user_code import UserCodeError
-from shoal.swarm.manifest import TrainSettings
+from shoal.swarm.settings.training import TrainSettings
 from tests.support.trainer_loops import trainer
 
 SHARD = Shard(0, 1, 0)

@@ -14,7 +14,7 @@ from shoal.node.runtime.join import make_trainer
 from shoal.node.task import Shard
 from shoal.node.training.schedule import factor
 from shoal.node.training.training_error import TrainingError
-from shoal.swarm.manifest import TrainSettings
+from shoal.swarm.settings.training import TrainSettings
 from tests.support.trainer_loops import CPU, STEPS, Small, float16, near, run, same, trainer
 
 

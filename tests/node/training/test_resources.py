@@ -37,7 +37,8 @@ from shoal.optim import Alone
 from shoal.optim import device as of_device
 from shoal.optim.layers import repeated_blocks
 from shoal.swarm.errors import OuterError
-from shoal.swarm.manifest import OuterSettings, TrainSettings
+from shoal.swarm.settings.outer import OuterSettings
+from shoal.swarm.settings.training import TrainSettings
 from tests.support.trainer_loops import CPU, STEPS, Small, float16, near, run, trainer
 
 

@@ -7,7 +7,7 @@ import torch
 from torch.optim import lr_scheduler as torch_schedules
 
 from shoal.node.checkpoint import store as checkpoint
-from shoal.swarm.manifest import TrainSettings
+from shoal.swarm.settings.training import TrainSettings
 from tests.support import trainer_loops as loops
 from tests.support.trainer_loops import Small
 

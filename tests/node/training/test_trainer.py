@@ -21,7 +21,8 @@ from shoal.node.training.throughput import FlopCount, Rates, Throughput, peak_fl
 from shoal.node.training.trainer import Trainer
 from shoal.node.training.training_error import TrainingError
 from shoal.optim import Alone, Simulation
-from shoal.swarm.manifest import OuterSettings, TrainSettings
+from shoal.swarm.settings.outer import OuterSettings
+from shoal.swarm.settings.training import TrainSettings
 from tests.support.blocking import blocking
 from tests.support.trainer_loops import CPU, Small
 

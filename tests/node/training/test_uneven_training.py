@@ -13,7 +13,8 @@ from shoal.node.training import trainer as trainer_module
 from shoal.node.training.trainer import Trainer
 from shoal.optim import Alone, RoundInfo, Simulation, by_rate, by_tokens, equal
 from shoal.swarm.errors import OuterError
-from shoal.swarm.manifest import OuterSettings, TrainSettings
+from shoal.swarm.settings.outer import OuterSettings
+from shoal.swarm.settings.training import TrainSettings
 from tests.support.blocking import blocking
 from tests.support.trainer_loops import Small
 

@@ -14,7 +14,7 @@ from shoal.node.verify.peers import read_peers, reasons, rules_of, summary, tabl
 from shoal.node.verify.service import Feed
 from shoal.swarm.errors import NetworkError
 from shoal.swarm.identity import Identity
-from shoal.swarm.manifest import VerifySettings
+from shoal.swarm.settings.verification import VerifySettings
 from shoal.swarm.topics.attestation import sign_record
 from shoal.verification.consensus.ledger import Ledger
 from shoal.verification.consensus.log import Log, encode

@@ -29,8 +29,8 @@ from shoal.swarm.changes import ChangePart
 from shoal.swarm.errors import MessageError
 from shoal.swarm.gossip.envelope import Body, make_body, make_envelope
 from shoal.swarm.manifest import swarm_id
+from shoal.swarm.topics.receipts import Receipts, Work
 from shoal.swarm.topics.status import PROJECTED, Status
-from shoal.swarm.topics.tally import Receipts, Work
 from shoal.swarm.wire.envelope import MAX_MESSAGE, pack, seal
 from tests.support.watched_peers import NOW, SWARM, Author
 

@@ -24,7 +24,7 @@ from shoal.optim import (
 from shoal.optim.codecs.base import FLOAT32, BufferTailCodec
 from shoal.optim.codecs.partial import MARK_BYTES, PartialCodec, bound
 from shoal.optim.layers import embeddings_and_outputs
-from shoal.swarm.manifest import OuterSettings
+from shoal.swarm.settings.outer import OuterSettings
 
 INNER = ["bfloat16", "int8", "e3m0", "sign", "topk2", "topk2-senders", "topk2:0.1", "auto:4"]
 SMALL = st.lists(st.integers(0, 9), max_size=3).map(tuple)

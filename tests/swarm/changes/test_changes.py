@@ -16,7 +16,8 @@ from shoal.swarm.changes import (
     settings_at,
 )
 from shoal.swarm.identity import Identity
-from shoal.swarm.manifest import Manifest, TrainSettings
+from shoal.swarm.manifest import Manifest
+from shoal.swarm.settings.training import TrainSettings
 
 CREATOR, SWARM = Identity.ephemeral().peer_id, "a" * 52
 TRAIN = TrainSettings(steps=100, optimizer="adamw", lr=0.5)

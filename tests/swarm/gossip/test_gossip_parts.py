@@ -25,7 +25,7 @@ from shoal.swarm.identity import Identity
 from shoal.swarm.manifest import swarm_id
 from shoal.swarm.p2p.newest import Newest
 from shoal.swarm.p2p.rate_limit import RateLimit, TokenBuckets
-from shoal.swarm.topics.rollout import RolloutPool
+from shoal.swarm.topics.rollout_pool import RolloutPool
 from tests.support.clock import Clock
 from tests.support.loop_thread import LoopThread
 from tests.support.reasons import raises_for

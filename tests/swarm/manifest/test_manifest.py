@@ -8,19 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
-from shoal.swarm import manifest as outer_settings
 from shoal.swarm.errors import MessageError
 from shoal.swarm.identity import Identity
-from shoal.swarm.manifest import (
-    MAX_BUCKET,
-    MIN_BUCKET,
-    Manifest,
-    OuterSettings,
-    TrainSettings,
-    open_manifest,
-    swarm_id,
-)
+from shoal.swarm.manifest import MAX_BUCKET, MIN_BUCKET, Manifest, open_manifest, swarm_id
 from shoal.swarm.p2p.hivemind_adapter import MAX_SUBKEYS
+from shoal.swarm.settings import outer as outer_settings
+from shoal.swarm.settings.outer import OuterSettings
+from shoal.swarm.settings.training import TrainSettings
 from shoal.swarm.wire.envelope import pack, seal
 
 ME, OTHER = Identity.ephemeral(), Identity.ephemeral()

@@ -528,7 +528,7 @@ def test_former_bucket_members_stay_reachable():
     """Who was in the bucket just before can still be reached."""
     shelf, me, peer = Shelf(), Identity.ephemeral(), Identity.ephemeral()
     directory = Directory(shelf, me, SWARM, bucket=32, epoch_s=HOUR)
-    directory._seen = {peer.peer_id: member_of(peer.peer_id, issued=time.time())}
+    assert directory.hear(member_of(peer.peer_id, issued=time.time()))
     directory._index.shows = lambda peer: False
     assert not directory.members()
     assert not directory.departed()

@@ -14,8 +14,7 @@ from hivemind.dht.validation import DHTRecord
 
 from shoal.swarm.errors import NetworkError
 from shoal.swarm.identity import Identity
-from shoal.swarm.membership import directory as directory_module
-from shoal.swarm.membership import trie
+from shoal.swarm.membership import directory_loops, trie
 from shoal.swarm.membership.directory import Directory
 from shoal.swarm.membership.own_record import OwnRecord
 from shoal.swarm.membership.records import (
@@ -249,9 +248,8 @@ def test_who_is_barred_is_no_member_but_can_be_found():
     barred = set()
     directory = Directory(Quiet(), me, SWARM, barred=barred.__contains__)
     directory.announce(**ABOUT)
-    directory._seen = {who.peer_id: member(who) for who in (good, bad)} | {
-        gone.peer_id: member(gone, state="done")
-    }
+    for record in (member(good), member(bad), member(gone, state="done")):
+        assert directory.hear(record)
     here, everybody = {me.peer_id, good.peer_id}, {me.peer_id, good.peer_id, bad.peer_id}
     assert set(directory.members()) == set(directory.everyone()) == everybody
     barred |= {bad.peer_id, gone.peer_id, me.peer_id}
@@ -318,13 +316,13 @@ def test_four_nodes_meet_and_one_leaves(four):
     until(lambda: four[2].peer_id not in four[0].directory.members())
     assert {four[2].peer_id, four[3].peer_id} == set(four[0].directory.departed())
     # Sharded: with room for two per key, some moved on, and nobody lost sight of anybody.
-    until(lambda: any(node.directory._prefix for node in four[:3]))
+    until(lambda: any(node.directory._publisher.prefix for node in four[:3]))
 
 
 @pytest.mark.ci
 def test_a_node_that_dies_without_a_word_expires(four):
     for node in four[:2]:
-        node.directory._ttl = 2.0
+        node.directory._table.ttl = 2.0
         node.say()
     assert all(node.directory.wait_for(2, 60) for node in four[:2])
     four[1].close()
@@ -462,7 +460,7 @@ def test_node_is_published_whatever_its_reading(start, reading):
     board, directory = start(reading)
     directory.announce(**ABOUT)
     until(lambda: board.stored >= 4)
-    assert directory._prefix == ""
+    assert directory._publisher.prefix == ""
 
 
 def test_an_older_record_does_not_replace_a_newer_one(start):
@@ -480,7 +478,9 @@ def test_an_older_record_does_not_replace_a_newer_one(start):
         record = make_record(prefix, member(other, round=round, issued=issued), other)
         board.keys[key_of(SWARM, prefix)] = {other.peer_id: record}
 
-    directory._prefix = bits_of(other.peer_id)[:1]  # so that the key below the root is read as well
+    directory._publisher.prefix = bits_of(other.peer_id)[
+        :1
+    ]  # so that the key below the root is read as well
     directory._run_future.cancel()
     put("", 7, now)
     put(bits_of(other.peer_id)[:1], 5, now - 2)
@@ -527,12 +527,12 @@ def test_long_work_is_followed_by_a_rest(monkeypatch, reading_s, publication_s, 
         rests.append(round(seconds, 6))
         await sleep(0)
 
-    monkeypatch.setattr(Directory, "_sleep", pause)
+    monkeypatch.setattr(directory_loops.DirectoryLoops, "_sleep", pause)
     monkeypatch.setattr(
-        directory_module, "time", SimpleNamespace(monotonic=lambda: board.now, time=time.time)
+        directory_loops, "time", SimpleNamespace(monotonic=lambda: board.now, time=time.time)
     )
     monkeypatch.setattr(
-        directory_module, "asyncio", SimpleNamespace(**{**vars(asyncio), "sleep": resting})
+        directory_loops, "asyncio", SimpleNamespace(**{**vars(asyncio), "sleep": resting})
     )
     try:
         directory = Directory(board, Identity.ephemeral(), SWARM, period=5.0, ttl=27.0)
@@ -541,7 +541,7 @@ def test_long_work_is_followed_by_a_rest(monkeypatch, reading_s, publication_s, 
         directory.close()
     finally:
         board.close()
-    assert {seconds for seconds in rests if seconds > directory_module.MIN_GAP_S} == expected
+    assert {seconds for seconds in rests if seconds > directory_loops.MIN_GAP_S} == expected
 
 
 def test_each_place_gets_a_record_of_the_moment(monkeypatch):
@@ -568,6 +568,6 @@ def test_an_announcement_is_urgent_until_it_is_published():
     """Else every reading would publish too."""
     directory = Directory(Quiet(), Identity.ephemeral(), "a" * 52)
     directory.announce(**ABOUT)
-    assert directory._urgent
+    assert directory._publisher.urgent
     assert asyncio.run(directory._publish())
-    assert not directory._urgent
+    assert not directory._publisher.urgent

@@ -164,7 +164,7 @@ def test_directory_opens_a_bounded_part_of_a_key(monkeypatch):
     directory = Directory(board, Identity.ephemeral(), SWARM, cap=4, limit=8, met=met)
     opened = []
     monkeypatch.setattr(
-        "shoal.swarm.membership.directory.open_record",
+        "shoal.swarm.membership.record_reader.open_record",
         lambda data: opened.append(data) or open_record(data),
     )
     for _ in range(3):
@@ -172,7 +172,7 @@ def test_directory_opens_a_bounded_part_of_a_key(monkeypatch):
         opened.clear()
         directory.refresh(10)
         assert last.peer_id in directory.members()
-        assert len(directory._seen) <= 8
+        assert len(directory._table.peers()) <= 8
         assert len(opened) <= board.reads * 4 * trie.CROWD_FACTOR
 
 

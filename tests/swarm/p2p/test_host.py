@@ -23,7 +23,7 @@ from shoal.swarm.p2p.daemon_supervisor import DaemonSupervisor, HostOptions
 from shoal.swarm.p2p.host import Host
 from shoal.swarm.p2p.peerstore import Peerstore
 from shoal.swarm.p2p.resource_manager import MAX_HANDLERS_PER_PEER
-from shoal.swarm.seed import Seed
+from shoal.swarm.seed.bootstrap_node import Seed
 from tests.support.echo_host import ECHO, ask, start
 from tests.support.waiting import until
 

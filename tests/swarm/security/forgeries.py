@@ -15,9 +15,9 @@ from shoal.swarm.gossip.envelope import BodyAnnouncement
 from shoal.swarm.identity import Identity
 from shoal.swarm.manifest import Manifest
 from shoal.swarm.topics.attestation import Attestation, sign_record
+from shoal.swarm.topics.receipts import Receipts
 from shoal.swarm.topics.rollout import Rollout
 from shoal.swarm.topics.status import Status
-from shoal.swarm.topics.tally import Receipts
 from shoal.swarm.wire.envelope import pack, seal
 from shoal.swarm.wire.messages import GroupDecision, Offer
 from tests.support.fake_network import MODEL, SWARM

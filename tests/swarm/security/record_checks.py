@@ -34,11 +34,12 @@ from shoal.swarm.membership.peer_exchange import PeerExchange
 from shoal.swarm.membership.records import MemberValidator, key_of
 from shoal.swarm.p2p.stream import Stream
 from shoal.swarm.pacing.meter import TrafficMeter
-from shoal.swarm.seed import SeedRegistry
+from shoal.swarm.seed.registry import SeedRegistry
 from shoal.swarm.topics.attestation import Attestations
-from shoal.swarm.topics.rollout import RolloutPool
+from shoal.swarm.topics.receipts import Receipts
+from shoal.swarm.topics.rollout_pool import RolloutPool
 from shoal.swarm.topics.status import Status
-from shoal.swarm.topics.tally import Receipts, Tally
+from shoal.swarm.topics.tally import Tally
 from shoal.swarm.wire.envelope import ENVELOPE, NONCES, pack, seal, unpack
 from shoal.swarm.wire.messages import (
     Announcement,

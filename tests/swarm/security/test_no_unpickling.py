@@ -38,8 +38,10 @@ from shoal.swarm.membership.directory import Directory
 from shoal.swarm.membership.records import MemberValidator, key_of
 from shoal.swarm.p2p.host import Host
 from shoal.swarm.state.state_server import StateServer
-from shoal.swarm.topics.attestation import Attestations, EvidenceStore, LogServer
-from shoal.swarm.topics.rollout import RolloutPool
+from shoal.swarm.topics.attestation import Attestations
+from shoal.swarm.topics.evidence import EvidenceStore
+from shoal.swarm.topics.rollout_pool import RolloutPool
+from shoal.swarm.topics.verification_log import LogServer
 from shoal.swarm.wire.envelope import pack
 from shoal.swarm.wire.messages import StateRequest
 from tests.support.waiting import until

@@ -12,7 +12,7 @@ from shoal.swarm.identity import Identity
 from shoal.swarm.manifest import Manifest, Title, swarm_id
 from shoal.swarm.membership import swarm_list
 from shoal.swarm.membership.swarm_list import PublicSwarm, merged, read_listed
-from shoal.swarm.seed import MAX_MEMBERS, TTL, SeedRegistry
+from shoal.swarm.seed.registry import MAX_MEMBERS, TTL_S, SeedRegistry
 from shoal.swarm.wire.envelope import pack, seal, unpack
 from shoal.swarm.wire.messages import (
     MAX_LISTED,
@@ -131,13 +131,13 @@ def test_listing_ends_when_all_fall_silent():
     place.says(ada, sealed, params=1)
     assert place.says(bob, sealed, params=2) == ""
     assert place.listed()[0][0].params == 1, "who came first stays"
-    place.now += TTL - 1
+    place.now += TTL_S - 1
     place.joins(bob, swarm_id(sealed))
     place.now += 2
     assert place.listed()[0] == [], "ada renewed nothing"
     place.says(bob, sealed, params=2)
     assert place.listed()[0][0].params == 2
-    place.now += TTL - 10
+    place.now += TTL_S - 10
     place.says(bob, sealed, params=2)  # he renews what he says, but not his record
     place.now += 11
     assert place.listed()[0] == []
@@ -173,7 +173,7 @@ def test_another_announcer_takes_over():
     for who in (ada, bob):
         place.joins(who, swarm_id(sealed))
     place.says(ada, sealed, params=1)
-    place.now += TTL + 1
+    place.now += TTL_S + 1
     place.joins(bob, swarm_id(sealed))
     assert place.says(bob, sealed, params=2) == ""
     assert place.listed()[0][0].params == 2
@@ -181,7 +181,7 @@ def test_another_announcer_takes_over():
 
 def test_public_swarms_take_no_room_of_private_ones(monkeypatch):
     """With one room for both, ten public swarms of as many ranges left a private one no place."""
-    monkeypatch.setattr("shoal.swarm.seed.MAX_SWARMS", 3)
+    monkeypatch.setattr("shoal.swarm.seed.registry.MAX_SWARMS", 3)
     place, people = Place(), [Identity.ephemeral() for _ in range(10)]
     reasons = []
     for number, who in enumerate(people):
@@ -193,7 +193,7 @@ def test_public_swarms_take_no_room_of_private_ones(monkeypatch):
     for number in range(3):
         place.joins(people[number], "abc"[number] * 51 + "a", f"10.{number}.0.1")
     assert len(place.registry._swarms) == 6
-    place.now += TTL + 1
+    place.now += TTL_S + 1
     sealed = manifest(people[9], "s9")
     place.joins(people[9], swarm_id(sealed))
     assert place.says(people[9], sealed) == "", "places of the silent are free again"
@@ -201,7 +201,7 @@ def test_public_swarms_take_no_room_of_private_ones(monkeypatch):
 
 def test_single_member_stays_listed_by_renewal(monkeypatch):
     """Forgotten and noted anew, it had asked for a private place, of which none was left."""
-    monkeypatch.setattr("shoal.swarm.seed.MAX_SWARMS", 2)
+    monkeypatch.setattr("shoal.swarm.seed.registry.MAX_SWARMS", 2)
     place, ada = Place(), Identity.ephemeral()
     sealed = manifest(ada)
     place.joins(ada, swarm_id(sealed), "10.1.0.1")
@@ -211,9 +211,9 @@ def test_single_member_stays_listed_by_renewal(monkeypatch):
     place.joins(ada, swarm_id(sealed), "10.1.0.1")
     assert [found.swarm for found in place.listed()[0]] == [swarm_id(sealed)]
     assert place.registry._places[ada.peer_id] == 1
-    place.now += TTL / 2
+    place.now += TTL_S / 2
     place.joins(ada, swarm_id(sealed), "10.1.0.1")
-    place.now += TTL / 2 + 1
+    place.now += TTL_S / 2 + 1
     assert place.registry.has(swarm_id(sealed), ada.peer_id), "renewed"
 
 

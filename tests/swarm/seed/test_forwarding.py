@@ -11,13 +11,15 @@ from types import SimpleNamespace
 import pytest
 from pydantic import ValidationError
 
-from shoal.swarm import seed as server_module
 from shoal.swarm.errors import NetworkError
 from shoal.swarm.identity import Identity
 from shoal.swarm.membership import seed_announcer
 from shoal.swarm.p2p.host import Host
 from shoal.swarm.p2p.seed_request import ask_seed
-from shoal.swarm.seed import BUDGET, MAX_ASKED, MAX_TOPICS, REST_S, TTL, GossipForwarding, Seed
+from shoal.swarm.seed import forwarding as server_module
+from shoal.swarm.seed.bootstrap_node import Seed
+from shoal.swarm.seed.forwarding import BUDGET, MAX_ASKED, MAX_TOPICS, REST_S, GossipForwarding
+from shoal.swarm.seed.registry import TTL_S
 from shoal.swarm.wire.envelope import seal
 from shoal.swarm.wire.messages import MAX_TOPICS as NAMED
 from shoal.swarm.wire.messages import SEED_PROTOCOL, SeedRequest
@@ -43,11 +45,11 @@ def test_topic_is_forwarded_while_asked_for(forwards, clock):
     """A topic is forwarded for as long as somebody asks for it."""
     forwards.ask(SWARM, ["status/4", "rollout/2"], "1.2.3.4")
     assert forwards.chosen() == [STATUS, f"shoal/{SWARM}/rollout/2"]
-    clock.now = TTL
+    clock.now = TTL_S
     forwards.ask(SWARM, ["status/4"], "5.6.7.8")
     clock.now += 1
     assert forwards.chosen() == [STATUS]
-    clock.now += TTL
+    clock.now += TTL_S
     assert forwards.chosen() == []
 
 

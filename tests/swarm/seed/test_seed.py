@@ -18,16 +18,8 @@ from shoal.swarm.errors import StartupError
 from shoal.swarm.identity import Identity
 from shoal.swarm.membership.seed_announcer import SeedAnnouncer
 from shoal.swarm.p2p.host import Host
-from shoal.swarm.seed import (
-    MAX_MEMBERS,
-    MAX_OF_RANGE,
-    MAX_PLACES,
-    MAX_SWARMS,
-    TTL,
-    Seed,
-    SeedRegistry,
-    crowding_peers,
-)
+from shoal.swarm.seed.bootstrap_node import MAX_OF_RANGE, Seed, crowding_peers
+from shoal.swarm.seed.registry import MAX_MEMBERS, MAX_PLACES, MAX_SWARMS, TTL_S, SeedRegistry
 from shoal.swarm.wire.envelope import seal
 from shoal.swarm.wire.messages import MAX_NAMED, SeedRequest
 from tests.support.clock import Clock
@@ -69,11 +61,11 @@ def test_member_is_named_until_it_leaves():
     assert asked(registry, "b" * 52) == ()
     assert note(registry, ada, state="leaving").reason == ""
     assert asked(registry) == (seal(member(bob), bob),)
-    clock.now += TTL - 1
+    clock.now += TTL_S - 1
     note(registry, ada)
     clock.now += 2
     assert asked(registry) == (seal(member(ada), ada),)
-    clock.now += TTL
+    clock.now += TTL_S
     assert asked(registry) == ()
     assert counted(registry) == (0, 0)
 
@@ -116,7 +108,7 @@ def test_the_registry_is_bounded(monkeypatch):
         note(registry, many[1 + i // MAX_PLACES % 30], swarm)
     assert counted(registry)[0] <= MAX_SWARMS
     full = SeedRegistry()
-    monkeypatch.setattr("shoal.swarm.seed.MAX_SWARMS", 1)
+    monkeypatch.setattr("shoal.swarm.seed.registry.MAX_SWARMS", 1)
     assert note(full, many[0], names[0]).reason == ""
     assert note(full, many[1], names[1]).reason == "full"
     assert note(full, many[1], names[0]).reason == ""
@@ -148,7 +140,7 @@ def test_many_keys_keep_no_swarm_out():
 
 def test_a_newcomer_displaces_nobody_who_has_one_place(monkeypatch):
     registry = SeedRegistry()
-    monkeypatch.setattr("shoal.swarm.seed.MAX_SWARMS", 2)
+    monkeypatch.setattr("shoal.swarm.seed.registry.MAX_SWARMS", 2)
     ada, bob, eve = (Identity.ephemeral() for _ in range(3))
     for key, swarm, host in ((ada, "a", "10.1.0.1"), (bob, "b", "10.2.0.1")):
         assert (
@@ -159,7 +151,7 @@ def test_a_newcomer_displaces_nobody_who_has_one_place(monkeypatch):
 
 def test_crowded_range_takes_no_swarm(monkeypatch):
     """Members of a crowded range do not make a swarm one of theirs."""
-    monkeypatch.setattr("shoal.swarm.seed.MAX_SWARMS", 4)
+    monkeypatch.setattr("shoal.swarm.seed.registry.MAX_SWARMS", 4)
     clock = Clock()
     registry = SeedRegistry(clock)
     ada, *eves = (Identity.ephemeral() for _ in range(6))
@@ -235,7 +227,7 @@ def test_a_seed_runs_without_torch_and_hivemind():
         "import sys, asyncio\n"
         "import shoal.node.cli.main, shoal.node.commands.swarms\n"
         "from shoal.swarm.identity import Identity\n"
-        "from shoal.swarm.seed import Seed\n"
+        "from shoal.swarm.seed.bootstrap_node import Seed\n"
         "async def main():\n"
         "    up = asyncio.get_running_loop().create_future()\n"
         "    seed = Seed(Identity.ephemeral(), listen=['/ip4/127.0.0.1/tcp/0'], "
@@ -374,7 +366,7 @@ def test_crowded_range_gives_connections_up():
 
 def test_silent_streams_of_a_range_leave_room_for_others(monkeypatch):
     """64 keys of one range held all 256."""
-    monkeypatch.setattr("shoal.swarm.seed.MAX_STREAMS", 4)
+    monkeypatch.setattr("shoal.swarm.seed.bootstrap_node.MAX_STREAMS", 4)
     crowd, ada = [Caller(f"e{n}", "10.0.0.1") for n in range(6)], Caller("ada", "10.1.0.1")
 
     async def main():

@@ -17,7 +17,7 @@ from shoal.swarm.identity import SIGNATURE_SIZE, Identity
 from shoal.swarm.manifest import swarm_id
 from shoal.swarm.topics.attestation import (
     CONTEXT,
-    MAX_RECORD,
+    MAX_RECORD_BYTES,
     QUOTA,
     Attestation,
     Attestations,
@@ -67,7 +67,7 @@ def test_hostile_input_is_no_signature(hostile):
         assert not verify_record(ME.peer_id, hostile, bytes(64))
 
 
-@given(st.binary(min_size=1, max_size=MAX_RECORD))
+@given(st.binary(min_size=1, max_size=MAX_RECORD_BYTES))
 def test_round_trip(record):
     message = attestation(record=record)
     assert unpack(pack(message), Attestation) == message
@@ -75,10 +75,10 @@ def test_round_trip(record):
 
 
 def test_bounds():
-    assert len(pack(attestation(record=os.urandom(MAX_RECORD)))) < Attestation.LIMIT
+    assert len(pack(attestation(record=os.urandom(MAX_RECORD_BYTES)))) < Attestation.LIMIT
     for changes in (
         {"record": b""},
-        {"record": bytes(MAX_RECORD + 1)},
+        {"record": bytes(MAX_RECORD_BYTES + 1)},
         {"signature": bytes(63)},
         {"signature": bytes(65)},
     ):
@@ -117,7 +117,7 @@ def pair():
 
 def test_records_arrive_once_with_the_signature_of_their_author(pair):
     first, second = pair
-    said = [first.say(os.urandom(MAX_RECORD)), first.say(b"x")]
+    said = [first.say(os.urandom(MAX_RECORD_BYTES)), first.say(b"x")]
     first.say(b"x")  # again: it is known
     until(lambda: sorted(second.got) == sorted(said))
     until(lambda: second.attestations.topic.counts["received"] == 3)
@@ -154,7 +154,7 @@ def test_bad_records_are_counted_and_harmless(pair):
 
 def test_what_cannot_be_published_is_said_at_once(pair):
     first, _ = pair
-    for record in (b"", bytes(MAX_RECORD + 1)):
+    for record in (b"", bytes(MAX_RECORD_BYTES + 1)):
         with raises_for("oversized", MessageError):
             first.say(record)
     with raises_for("forged", MessageError):

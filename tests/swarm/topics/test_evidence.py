@@ -12,8 +12,8 @@ from shoal.swarm.gossip.envelope import BodyReply, BodyRequest
 from shoal.swarm.identity import Identity
 from shoal.swarm.manifest import swarm_id
 from shoal.swarm.p2p.host import Host
-from shoal.swarm.topics import attestation
-from shoal.swarm.topics.attestation import EVIDENCE_PROTOCOL, MAX_BODIES, EvidenceStore
+from shoal.swarm.topics import evidence
+from shoal.swarm.topics.evidence import EVIDENCE_PROTOCOL, MAX_BODIES, EvidenceStore
 from shoal.swarm.wire.envelope import pack, unpack
 from tests.support.reasons import raises_for
 
@@ -108,7 +108,7 @@ def test_fetched_body_displaces_no_own(monkeypatch, network, two):
 
 
 def test_what_was_fetched_is_forgotten_when_it_is_too_much(monkeypatch, network, two):
-    monkeypatch.setattr(attestation, "MAX_FETCHED", 10)
+    monkeypatch.setattr(evidence, "MAX_FETCHED_BYTES", 10)
     author, reader = two
     first, second, third, large = (
         author.put(body) for body in (b"1" * 4, b"2" * 4, b"3" * 4, b"4" * 11)
@@ -138,7 +138,7 @@ def test_newest_bodies_are_held(monkeypatch, two):
     assert held == [False, False] + [True] * MAX_BODIES
     author.put((2).to_bytes(4, "big"))  # again: the same body, newer
     assert len(author._store._bodies) == MAX_BODIES
-    monkeypatch.setattr(attestation, "MAX_BYTES", 10)
+    monkeypatch.setattr(evidence, "MAX_BYTES", 10)
     for wrong in (b"", bytes(11)):
         with pytest.raises(ValueError):
             author.put(wrong)
@@ -179,7 +179,7 @@ def test_other_bytes_than_those_named_are_refused(network, two):
 
 def test_excessive_request_gets_nothing(monkeypatch, network):
     """A peer that asks for too much is answered as if nothing were held."""
-    monkeypatch.setattr(attestation, "BODY_QUOTA", attestation.RateLimit(messages=3, nbytes=10))
+    monkeypatch.setattr(evidence, "BODY_QUOTA", evidence.RateLimit(messages=3, nbytes=10))
     author, greedy, modest = (EvidenceStore(network.host(), SWARM) for _ in range(3))
     bodies = [author.put(body) for body in (b"123456", b"abcdef", b"x")]
     me = peer_of(author)

@@ -12,10 +12,10 @@ from shoal.swarm.identity import Identity
 from shoal.swarm.manifest import swarm_id
 from shoal.swarm.p2p.host import Host
 from shoal.swarm.p2p.rate_limit import RateLimit
-from shoal.swarm.topics import attestation
-from shoal.swarm.topics.attestation import (
+from shoal.swarm.topics import verification_log
+from shoal.swarm.topics.verification_log import (
     LOG_PROTOCOL,
-    MAX_LOG,
+    MAX_LOG_BYTES,
     LogReply,
     LogRequest,
     LogServer,
@@ -70,7 +70,7 @@ def refused(reader, host, says, **options):
 
 
 def test_a_log_goes_between_real_hosts():
-    log = Log(os.urandom(MAX_LOG))
+    log = Log(os.urandom(MAX_LOG_BYTES))
     me, you = Identity.ephemeral(), Identity.ephemeral()
     with (
         Host.start(me, timeout=60) as one,
@@ -152,13 +152,15 @@ def test_foreign_and_long_logs_are_withheld(network, serve):
     """What is too long or another swarms is not handed out."""
     reader = network.host()
     refused(
-        reader, serve(lambda since: bytes(MAX_LOG + 1)), "8388609 bytes, of which at most 8388608"
+        reader,
+        serve(lambda since: bytes(MAX_LOG_BYTES + 1)),
+        "8388609 bytes, of which at most 8388608",
     )
     refused(reader, serve(Log()), "belongs to swarm", swarm=swarm_id(b"other"))
 
 
 def test_a_log_that_cannot_be_made_costs_one_request(monkeypatch, network, serve):
-    monkeypatch.setattr(attestation, "MAKE_S", 0.2)
+    monkeypatch.setattr(verification_log, "MAKE_S", 0.2)
     log = Log()
     log.gate.clear()
     host, reader = serve(log), network.host()
@@ -187,7 +189,7 @@ def test_what_a_liar_announces_is_refused_or_given_up(network):
 
     reader = network.host()
     huge = pack(LogReply(nbytes=2)).replace(
-        b"\xa6nbytes\x02", b"\xa6nbytes\xce" + (MAX_LOG + 1).to_bytes(4, "big")
+        b"\xa6nbytes\x02", b"\xa6nbytes\xce" + (MAX_LOG_BYTES + 1).to_bytes(4, "big")
     )
     with raises_for("malformed", MessageError):
         fetch(reader, liar(huge))

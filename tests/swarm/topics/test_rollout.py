@@ -12,7 +12,7 @@ from shoal.swarm.errors import MessageError
 from shoal.swarm.identity import Identity
 from shoal.swarm.topics.rollout import (
     MAX_COMPLETIONS,
-    MAX_TEXT,
+    MAX_TEXT_BYTES,
     MAX_TOKENS,
     Rollout,
     pack_logps,
@@ -52,7 +52,7 @@ def test_text_alone_is_enough():
 
 def test_the_largest_texts_fit():
     made = record(
-        completions=("x" * MAX_TEXT,) * MAX_COMPLETIONS, finish=("stop",) * MAX_COMPLETIONS
+        completions=("x" * MAX_TEXT_BYTES,) * MAX_COMPLETIONS, finish=("stop",) * MAX_COMPLETIONS
     )
     assert unpack(pack(made), Rollout) == made
 
@@ -62,7 +62,7 @@ def test_the_largest_texts_fit():
     [
         {"completions": (), "finish": ()},
         {"completions": ("x",) * 65, "finish": ("stop",) * 65},
-        {"completions": ("é" * (MAX_TEXT // 2) + "x",), "finish": ("stop",)},
+        {"completions": ("é" * (MAX_TEXT_BYTES // 2) + "x",), "finish": ("stop",)},
         {"completions": ("\ud800",), "finish": ("stop",)},
         {"completions": ["list"], "finish": ("stop",)},
         {"finish": ("stop",)},

@@ -16,7 +16,9 @@ from shoal.swarm.identity import Identity
 from shoal.swarm.manifest import swarm_id
 from shoal.swarm.p2p.counters import Counters
 from shoal.swarm.p2p.rate_limit import RateLimit
-from shoal.swarm.topics.rollout import REASONS, PoolLimits, RolloutPool, pack_logps, pack_tokens
+from shoal.swarm.topics.held_rollouts import PoolLimits
+from shoal.swarm.topics.rollout import pack_logps, pack_tokens
+from shoal.swarm.topics.rollout_pool import REASONS, RolloutPool
 from shoal.swarm.wire.envelope import MAX_MESSAGE, pack, seal
 from tests.support import gossip_nodes as nodes
 from tests.support.clock import Clock

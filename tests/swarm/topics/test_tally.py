@@ -11,18 +11,8 @@ from shoal.optim.exchange.weighted_mean import MAX_MEDIANS
 from shoal.swarm.errors import MessageError
 from shoal.swarm.identity import Identity
 from shoal.swarm.topics import tally
-from shoal.swarm.topics.tally import (
-    MAX_PEERS,
-    MOST,
-    NAME,
-    NAMED,
-    Receipts,
-    Tally,
-    TallyError,
-    Work,
-    confirmed,
-    saved_tally,
-)
+from shoal.swarm.topics.receipts import MAX_PEERS_NAMED, MAX_TOKEN_RATIO, Receipts, Work, confirmed
+from shoal.swarm.topics.tally import MAX_PEERS, NAME, Tally, TallyError, saved_tally
 from shoal.swarm.wire.envelope import pack, seal, unpack
 from tests.support.fake_network import SWARM
 from tests.support.reasons import raises_for
@@ -148,28 +138,28 @@ def test_tally_never_exceeds_the_nodes_work(signed):
 
 def test_token_bound_is_that_of_weights():
     """The bound on tokens is that of weights in a mean."""
-    assert MAX_MEDIANS == MOST
+    assert MAX_MEDIANS == MAX_TOKEN_RATIO
 
 
 def test_changed_partners_are_named_first():
     """Records name who changed and else who was not named for longest."""
     clock = iter(range(1, 100))
     mine = Tally(ME, SWARM, clock=lambda: float(next(clock)))
-    peers = [f"{number:08d}" for number in range(2 * NAMED)]
+    peers = [f"{number:08d}" for number in range(2 * MAX_PEERS_NAMED)]
     mine._took = dict.fromkeys(peers, PAIR)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tally, "Receipts", lambda **fields: [peer for peer, *_ in fields["work"]])
-        assert mine.receipts() == peers[:NAMED]
+        assert mine.receipts() == peers[:MAX_PEERS_NAMED]
         mine.took([peers[3]], PAIR)
-        assert mine.receipts() == peers[NAMED:]
-        assert mine.receipts() == [peers[3], *peers[:3], *peers[4:NAMED]]
+        assert mine.receipts() == peers[MAX_PEERS_NAMED:]
+        assert mine.receipts() == [peers[3], *peers[:3], *peers[4:MAX_PEERS_NAMED]]
 
 
 def test_group_receipt_fits_a_record():
     """A group shares a round and all of it fits a record."""
     mine = Tally(ME, SWARM)
     most = Work(2**53, 2.0**53, 2.0**53, 2**53, 2.0**53, 2**53)
-    others = [Identity.ephemeral().peer_id for _ in range(NAMED)]
+    others = [Identity.ephemeral().peer_id for _ in range(MAX_PEERS_NAMED)]
     mine.took(others, most)
     record = mine.receipts()
     assert unpack(pack(record), Receipts) == record

@@ -7,7 +7,8 @@ import pytest
 
 from shoal.optim import Every, Seconds, Steps, Tokens
 from shoal.optim.schedule.agreed_seconds import LONGEST_S, SHORTEST_S, agreed_seconds
-from shoal.swarm.manifest import OuterSettings, parse_round
+from shoal.swarm.settings.outer import OuterSettings
+from shoal.swarm.settings.round_length import parse_round
 from shoal.swarm.training.factories import (
     WINDOW,
     StepRate,

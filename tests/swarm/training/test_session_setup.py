@@ -17,7 +17,8 @@ from shoal.swarm.errors import NetworkError
 from shoal.swarm.exchange.group.exchange import GroupExchange
 from shoal.swarm.exchange.robust import DistanceScreen
 from shoal.swarm.identity import Identity
-from shoal.swarm.manifest import OuterSettings, open_manifest
+from shoal.swarm.manifest import open_manifest
+from shoal.swarm.settings.outer import OuterSettings
 from shoal.swarm.training import session_setup
 from shoal.swarm.training.factories import make_exchange, make_screen
 from shoal.swarm.training.session import Session

@@ -1,0 +1,1 @@
+"""The settings that the creator of a swarm fixes for all its peers."""
