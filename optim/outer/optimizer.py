@@ -162,10 +162,10 @@ class OuterOptimizer(SavedState):
         self._check_not_averaged("step")
         self._watch.loaded_count = True
         self._watch.stepped()
-        self.steps += 1
+        self.progress.steps += 1
         self._begin_anew()
         for position in self.length.reached(self.position, self.schedule, self.tokens):
-            self.position = position
+            self.progress.position = position
             yield from self._act(self.schedule.at(position))
         self._watch.note_weights()
 
@@ -503,7 +503,8 @@ class OuterOptimizer(SavedState):
 
         Weights and round lengths may depend on them.
         """
-        self.tokens += int(tokens)  # a sum over a mask is a tensor, which would be added to
+        # A sum over a mask is a tensor, which would be added to.
+        self.progress.tokens += int(tokens)
 
     def listen(self) -> None:
         """Take part in the next round (of every fragment) with weight 0.
@@ -645,7 +646,7 @@ class OuterOptimizer(SavedState):
 
         The slow weights of the new parameters would be missing.
         """
-        if hasattr(self, "slow"):
+        if hasattr(self, "_weights"):
             raise ValueError(
                 "add parameter groups to the inner optimizer before wrapping it: later ones would "
                 "never be averaged"

@@ -13,7 +13,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from copy import copy as shallow_copy
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,29 +33,10 @@ from shoal.optim.outer.checks import (
 from shoal.optim.outer.in_flight import PendingExchange, Record, Sent
 from shoal.optim.outer.inner import all_parameters
 from shoal.optim.outer.outer_groups import SETTINGS
+from shoal.optim.outer.progress import Progress
 from shoal.optim.outer.rule import START, KeepsFast, RoundContext, State, assign, kind_of
 from shoal.optim.outer.state import OuterState
 from shoal.optim.outer.torch_form import TorchForm, check_names, in_order
-
-
-@dataclass(frozen=True)
-class _Progress:
-    """How far a saved optimizer had come."""
-
-    steps: int
-    position: int
-    round: int
-    tokens: int
-
-    @classmethod
-    def of(cls, state: Mapping[str, Any]) -> _Progress:
-        steps = int(state.get("steps", 0))
-        return cls(
-            steps=steps,
-            position=int(state.get("position", steps)),
-            round=int(state.get("round", 0)),
-            tokens=int(state.get("tokens", 0)),
-        )
 
 
 class SavedState(OuterState):
@@ -146,7 +126,7 @@ class SavedState(OuterState):
         groups = groups_of(state, len(self.outer.param_groups))
         rule_state = self._weights.housed(self._checked_rule(state, self.slow))
         codecs = self._loaded_codecs(state)
-        progress = _Progress.of(state)
+        progress = Progress.of(state, self.applied)
         in_flight = self._loaded_in_flight(state, progress)
         arrivals = [int(positions) for positions in state.get("arrivals", ())]
         length = state.get("length", {})
@@ -165,7 +145,7 @@ class SavedState(OuterState):
         self.rule_state = rule_state
         for name, tensors in state["rule"].items():
             assign(rule_state[name], tensors)
-        self._restore_progress(state, progress)
+        self.progress = progress
         if self._auto is not None:
             self._auto.restore(arrivals)
         self._restore_fragments(state, codecs, in_flight)
@@ -211,13 +191,6 @@ class SavedState(OuterState):
     def _parts(self) -> list[list[int]]:
         """Of each fragment the positions of its parameters."""
         return [fragment.part for fragment in self._fragments]
-
-    def _restore_progress(self, state: Mapping[str, Any], progress: _Progress) -> None:
-        self.steps = progress.steps
-        self.round = progress.round
-        self.tokens = progress.tokens
-        self.position = progress.position
-        self.applied = [int(round) for round in state.get("applied", self.applied)]
 
     def _restore_fragments(
         self,
@@ -291,7 +264,7 @@ class SavedState(OuterState):
         return records
 
     def _loaded_in_flight(
-        self, state: Mapping[str, Any], progress: _Progress
+        self, state: Mapping[str, Any], progress: Progress
     ) -> list[tuple[PendingExchange, Record]]:
         """Return the saved exchanges in flight that this schedule would apply.
 

@@ -27,6 +27,7 @@ from shoal.optim.outer.fragments import Fragment, codecs_of, positions
 from shoal.optim.outer.in_flight import FragmentState, PendingExchange, RoundInfo
 from shoal.optim.outer.inner import Inner, Wrapper, all_parameters, as_one
 from shoal.optim.outer.outer_groups import OuterGroups
+from shoal.optim.outer.progress import Progress
 from shoal.optim.outer.rule import AHEAD, START, Anchored, Rule, State, assign
 from shoal.optim.outer.watch import LoopWatch, Unfrozen
 from shoal.optim.outer.weights import ModelWeights, Processes
@@ -53,8 +54,6 @@ class OuterState(Wrapper):
     on_round: Callable[[RoundInfo], None] | None
 
     # What is averaged, and the outer state of it.
-    slow: list[Tensor]
-    """The slow weights: those of ``_weights``."""
     rule_state: State
     """The rule's tensors, such as momentum."""
     outer: OuterGroups
@@ -67,15 +66,7 @@ class OuterState(Wrapper):
     """What the lag follows; None if it is fixed."""
 
     # How far it has come.
-    steps: int
-    position: int
-    """In the schedule: ``steps``, unless rounds are of another ``length``."""
-    round: int
-    """Number of the next exchange; a peer that fell behind may set it forward."""
-    tokens: int
-    """Tokens counted in all."""
-    applied: list[int]
-    """The last round that was applied to each fragment; -1: none yet."""
+    progress: Progress
     restarts = 0
     """Times that ``restart_from_model`` was called."""
 
@@ -149,7 +140,6 @@ class OuterState(Wrapper):
             self._weights = ranks.weights(self._params, model, place)
             self.exchange = ranks.exchange(exchange)
             self.length = ranks.length(self.length)
-        self.slow = self._weights.slow
         self.rule_state = self._weights.housed(rule.initial(self.slow))
         self.outer = OuterGroups(rule, self.slow, self._groups())
         codecs = codecs_of(parts, codec or exchange.codec or FLOAT32, self._params, model)
@@ -157,11 +147,7 @@ class OuterState(Wrapper):
             FragmentState(part, its_codec) for part, its_codec in zip(parts, codecs, strict=True)
         ]
 
-        self.steps = 0
-        self.position = 0
-        self.round = 0
-        self.tokens = 0
-        self.applied = [-1] * len(parts)
+        self.progress = Progress(applied=[-1] * len(parts))
         self._resumed = False
         others = [parameter for parameter in all_parameters(inner) if parameter not in own]
         self._watch = LoopWatch(inner, self._weights, Unfrozen(model, others, exclude))
@@ -180,6 +166,41 @@ class OuterState(Wrapper):
     def parameters(self) -> AveragedParameters:
         """The averaged parameters, in the order of ``slow``: that of the model, if there is one."""
         return self._params
+
+    @property
+    def slow(self) -> list[Tensor]:
+        """The slow weights of the averaged parameters."""
+        return self._weights.slow
+
+    @property
+    def steps(self) -> int:
+        return self.progress.steps
+
+    @property
+    def position(self) -> int:
+        return self.progress.position
+
+    @property
+    def tokens(self) -> int:
+        return self.progress.tokens
+
+    @property
+    def round(self) -> int:
+        """Number of the next exchange; a peer that fell behind may set it forward."""
+        return self.progress.round
+
+    @round.setter
+    def round(self, round: int) -> None:
+        self.progress.round = round
+
+    @property
+    def applied(self) -> list[int]:
+        """The last round that was applied to each fragment; -1: none yet."""
+        return self.progress.applied
+
+    @applied.setter
+    def applied(self, applied: list[int]) -> None:
+        self.progress.applied = applied
 
     @property
     def shapes(self) -> Sequence[Shape]:
