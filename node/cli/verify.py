@@ -77,13 +77,13 @@ def check(
 
     The exit code is 0 if the claim passes all checks, and 4 if it is refused.
     """
-    from shoal.node.verify import completions, material
+    from shoal.node.verify import claim_file, inspect_claim
 
     folders = [folder / "claims"] if folder is not None else sorted(Path("runs").glob("*/claims"))
-    stored = material.load_claim(material.find_claim(claim, folders))
-    finding = completions.inspect(stored, model or "tiny", env, calibration, ON_THE_SPOT)
-    report = completions.report(stored, finding)
-    click.echo(dumps(report) if as_json else completions.summary(report))
+    stored = claim_file.load_claim(claim_file.find_claim(claim, folders))
+    finding = inspect_claim.inspect(stored, model or "tiny", env, calibration, ON_THE_SPOT)
+    report = inspect_claim.report(stored, finding)
+    click.echo(dumps(report) if as_json else inspect_claim.summary(report))
     return int(ExitCode.OK if finding.accepted else ExitCode.REFUSED)
 
 
@@ -102,11 +102,12 @@ def explain(peer: str, folder: Path | None, as_json: bool) -> None:
     PEER is its id, or the beginning or end of it, as `shoal peers` shows it. The exit code is 0,
     whatever was found.
     """
-    from shoal.node.verify import history
+    from shoal.node.verify.explain import explain as explain_peer
+    from shoal.node.verify.explain import summary
 
     folders = [folder] if folder is not None else sorted(Path("runs").glob("*"))
-    report = history.explain(peer, folders)
-    click.echo(dumps(report) if as_json else history.summary(report))
+    report = explain_peer(peer, folders)
+    click.echo(dumps(report) if as_json else summary(report))
 
 
 @verify.command(short_help="Measure honest claims of a policy.")
@@ -182,7 +183,7 @@ def calibrate(
     **drawn: Any,
 ) -> None:
     """Measure honest claims of a policy on this machine, to distinguish false ones from them."""
-    from shoal.node.verify import completions
+    from shoal.node.verify.calibrate import calibrate_spec
 
     named = [part.strip() for part in dtypes.split(",")]
     unknown = [name for name in named if name not in SIDES]
@@ -200,9 +201,7 @@ def calibrate(
     out = out or Path(
         f"{re.sub(r'[^A-Za-z0-9_.-]', '-', model.rstrip('/').rpartition('/')[2])}.calibration"
     )
-    report = completions.calibrate_spec(
-        model, env, sides, claims, rate, out, progress=progress, **drawn
-    )
+    report = calibrate_spec(model, env, sides, claims, rate, out, progress=progress, **drawn)
     if report["warning"]:
         click.echo(f"Warning: {report['warning']}", err=True)
     text = (
@@ -278,7 +277,7 @@ def odds(verifiers: int, as_json: bool, **shares: Any) -> None:
     """Compute how often drawn verifiers accept a wrong claim or reject an honest one, in closed
     form, without network.
     """
-    from shoal.node.verify.history import odds_report, odds_table
+    from shoal.node.verify.vote_odds import odds_report, odds_table
 
     try:
         report = odds_report(verifiers, **shares)

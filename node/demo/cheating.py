@@ -15,7 +15,7 @@ import torch
 
 from shoal.node.rl import loading
 from shoal.node.rl.policy import Policy
-from shoal.node.verify import checker, completions
+from shoal.node.verify import claimer, proven_group
 
 STEPS = 2**3 - 1
 """Of 4 bits, on either side of 0."""
@@ -38,7 +38,7 @@ def rounded(module: torch.nn.Module) -> Iterator[None]:
 def cheat() -> None:
     """Let this process write and claim by rounded weights from now on."""
     load = loading.load_policy
-    prove = checker.prove
+    prove = proven_group.prove
 
     def load_cheap(*given: Any) -> Policy:
         policy = load(*given)
@@ -61,7 +61,7 @@ def cheat() -> None:
             return prove(policy, *given, **more)
 
     loading.load_policy = load_cheap  # type: ignore[assignment]
-    completions.prove = prove_cheap  # type: ignore[attr-defined]
+    claimer.prove = prove_cheap  # type: ignore[attr-defined]
 
 
 if __name__ == "__main__":

@@ -41,7 +41,8 @@ from shoal.node.task import Shard, Task
 from shoal.node.training import resources
 from shoal.node.training.trainer import Progress, Trainer
 from shoal.node.user_code import out_of_memory
-from shoal.node.verify.start import make_terms, start_verification
+from shoal.node.verify.start import start_verification
+from shoal.node.verify.terms import make_terms
 from shoal.optim import Alone, RoundInfo
 from shoal.swarm.changes import changed, described
 from shoal.swarm.errors import NetworkError

@@ -8,323 +8,42 @@ weights pass.
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import itertools
 import math
-import re
 import time
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
 from typing import cast
 
 import torch
-from torch import Tensor
 
-from shoal.node.config.settings import served_by
 from shoal.node.rl.environment import Env
-from shoal.node.rl.policy import Choose, Completion, Policy
-from shoal.node.verify.audit import (
-    Finding,
-    Measured,
-    NotCalibrated,
-    NotCheckable,
-    VerifyError,
-    digest,
-    load_snapshot,
-    most_bytes,
-)
+from shoal.node.rl.policy import Policy
+from shoal.node.verify.errors import NotCalibrated, NotCheckable, VerifyError
+from shoal.node.verify.finding import Finding, Measured
+from shoal.node.verify.group import ACTIVATIONS, dtype_of, examine
 from shoal.node.verify.material import (
     DTYPES,
     Agreed,
-    Coordinates,
     Dtype,
     Material,
     decode_material,
-    material_of,
     output_hash,
     seed_of,
 )
+from shoal.node.verify.snapshot import digest, load_snapshot, most_bytes
 from shoal.swarm.errors import MessageError
 from shoal.swarm.p2p.newest import Newest
-from shoal.swarm.wire.envelope import pack
 from shoal.verification.calibration import Calibration, CalibrationError, Pair
 from shoal.verification.consensus.records import Claim
-from shoal.verification.fingerprints.activations import ActivationProof
 from shoal.verification.fingerprints.fingerprint import Evidence
-from shoal.verification.fingerprints.last_hidden import LastHidden, output_head
-from shoal.verification.fingerprints.sampling import Drawn, SeededSampling, draw_each, margins
+from shoal.verification.fingerprints.last_hidden import output_head
 
-# Generation of a group that can be checked, and its examination: in the same parts, so that only
-# rounding may differ.
-#
-# A group is written at most PART completions at a time, each row with the same prompt, so nothing
-# is padded before it. Token number s of completion number r is drawn by Gumbel-max with the noise
-# of position r * STRIDE + s of the claim's seed.
-#
-# Autocast of the caller is off meanwhile, as it is a thread's: author and verifier compute in the
-# dtype of the weights, unless the policy itself chooses another.
-
-PART = 16  # completions at a time
-AT_ONCE = (
-    4096  # tokens of completions in one call of the module, which bounds the memory for logits
-)
-STRIDE = 1 << 20
-ACTIVATIONS = ActivationProof()
-SAMPLING = SeededSampling()
-
-
-def together(agreed: Agreed) -> int:
-    """Return how many completions go into one call of the module."""
-    return max(1, min(PART, AT_ONCE // agreed.max_tokens))
-
-
-@dataclass(frozen=True)
-class WrittenGroup:
-    """Completions of one prompt, the states (n, width) of their n tokens, row after row, and the
-    dtype of the computation.
-    """
-
-    completions: list[Completion]
-    states: Tensor
-    dtype: str
-
-
-@torch.no_grad()
-def write(policy: Policy, prompt: str, agreed: Agreed, seed: int) -> WrittenGroup:
-    """Write ``agreed.group`` completions of ``prompt``."""
-    written: list[Completion] = []
-    states: list[Tensor] = []
-    dtype = ""
-    for first in range(0, agreed.group, together(agreed)):
-        count = min(together(agreed), agreed.group - first)
-        with _plain(policy), LastHidden(policy.module) as hidden:
-            part = policy.generate(
-                [prompt] * count,
-                1,
-                temperature=agreed.temperature,
-                max_tokens=agreed.max_tokens,
-                seed=0,
-                choose=_chooser(seed, agreed.temperature, first),
-            )
-        found = hidden.states()
-        dtype = _name(hidden.dtype)
-        written += [one for (one,) in part]
-        states += [row[: len(one.tokens)] for row, (one,) in zip(found, part, strict=True)]
-    return WrittenGroup(written, torch.cat(states), dtype)
-
-
-def _plain(policy: Policy) -> contextlib.AbstractContextManager[object]:
-    device = next(policy.module.parameters()).device.type
-    return (
-        torch.autocast(device, enabled=False)
-        if torch.amp.is_autocast_available(device)
-        else contextlib.nullcontext()
-    )
-
-
-def _chooser(seed: int, temperature: float, first: int) -> Choose:
-    steps = itertools.count()
-
-    def choose(logits: Tensor) -> Tensor:
-        step = next(steps)
-        positions = range(first * STRIDE + step, (first + len(logits)) * STRIDE + step, STRIDE)
-        return draw_each(logits, seed.to_bytes(8, "big"), positions, temperature)
-
-    return choose
-
-
-@torch.no_grad()
-def read(
-    policy: Policy, prompt: str, rows: Sequence[Sequence[int]], agreed: Agreed, seed: int
-) -> tuple[Tensor, Tensor]:
-    """Return the own states (n, width) of the n tokens of all ``rows``, and their margins (n,) with
-    ``seed``, by prefills.
-
-    Raises ValueError if the policy's numbers for these tokens are not finite, or it cannot read so
-    many tokens.
-    """
-    states: list[Tensor] = []
-    found: list[Tensor] = []
-    for first in range(0, len(rows), together(agreed)):
-        part = rows[first : first + together(agreed)]
-        with _plain(policy), LastHidden(policy.module, every=True) as hidden:
-            logits, mask = policy.logits([prompt] * len(part), part)
-        own = hidden.states()[:, -logits.shape[1] :]
-        for number, row in enumerate(part):
-            if int(mask[number].sum()) != len(row):
-                raise ValueError(f"the policy cannot read {len(row)} tokens")
-            kept = slice(0, len(row))
-            tokens = torch.tensor(list(row), dtype=torch.int64, device="cpu")
-            drawn = Drawn(
-                tokens,
-                logits[number, kept],
-                seed.to_bytes(8, "big"),
-                agreed.temperature,
-                (first + number) * STRIDE,
-            )
-            found.append(margins(drawn))
-            states.append(own[number, kept])
-    return torch.cat(states), torch.cat(found)
-
-
-def examine(
-    policy: Policy,
-    prompt: str,
-    rows: Sequence[Sequence[int]],
-    proof: bytes,
-    agreed: Agreed,
-    seed: int,
-) -> dict[str, Evidence]:
-    """Measure how far ``proof`` and the tokens are from what ``policy`` computes for them, by
-    fingerprint.
-
-    Raises ValueError as `read`; faults of the proof are in the evidence.
-    """
-    states, found = read(policy, prompt, rows, agreed, seed)
-    return {
-        ACTIVATIONS.name: ACTIVATIONS.compare(proof, states),
-        SAMPLING.name: SAMPLING.measured(found),
-    }
-
-
-def dtype_of(policy: Policy) -> str:
-    return _name(next(policy.module.parameters()).dtype)
-
-
-def kernel_of(policy: Policy) -> str:
-    """Return what computes ``policy``, such as "torch 2.13.0+cpu, cpu AVX512"."""
-    device = next(policy.module.parameters()).device
-    kind = f" {torch.backends.cpu.get_cpu_capability()}" if device.type == "cpu" else ""
-    if device.type == "cuda":
-        kind = " {}.{}".format(*torch.cuda.get_device_capability(device))
-    return f"torch {torch.__version__}, {device.type}{kind}"[:64]
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-# Prover of completions: a group written so that others can check which policy wrote it, and its
-# claim.
-
-
-@dataclass(frozen=True)
-class ProvenGroup:
-    """Group that can be claimed. ``material`` is served to those who ask for
-    `Claim.fingerprint`.
-    """
-
-    at: Coordinates
-    agreed: Agreed
-    seed: int
-    completions: list[Completion]
-    material: bytes
-
-    @property
-    def tokens(self) -> int:
-        return sum(len(one.tokens) for one in self.completions)
-
-
-def policy_label(spec: str) -> str:
-    """Return a policy's name among peers: tiny without its habit, since a snapshot holds it; a
-    model without folder and server.
-    """
-    kind, _, rest = served_by(spec)[0].partition(":")
-    name = kind if kind == "tiny" else f"{kind}:{rest.rstrip('/').rpartition('/')[2]}"
-    return re.sub(r"[^A-Za-z0-9_.:+-]", "_", name)[:128]
-
-
-def prove(
-    policy: Policy,
-    env: Env,
-    at: Coordinates,
-    agreed: Agreed,
-    seed: int,
-    *,
-    policy_name: str,
-    snapshot_bytes: int,
-    planted_prompt: str | None = None,
-    allowed: Collection[str] = tuple(DTYPES),
-) -> ProvenGroup:
-    """Write a group of completions of the question ``at``, drawn with ``seed`` (`seed_of`), and
-    prove which policy wrote it.
-
-    The dtype is the one that the completions were really computed in, which must be among
-    ``allowed``. ``planted_prompt``: of another question, which is answered in place of the claimed
-    one, so that the claim is wrong but looks like others until it is checked.
-
-    Raises VerifyError if the policy cannot write ``agreed.max_tokens`` tokens, computes nonsense,
-    or computes in another dtype.
-    """
-    prompt = (
-        env.made.question(at.seed, at.index).prompt if planted_prompt is None else planted_prompt
-    )
-    try:
-        group = write(policy, prompt, agreed, seed)
-        proof = ACTIVATIONS.make(group.states)
-    except ValueError as error:
-        raise VerifyError(
-            f"The policy's answers cannot be proved ({error}): mend the policy, or turn "
-            "verification off."
-        ) from error
-    if group.dtype not in allowed:
-        raise VerifyError(
-            f"The policy computes in {group.dtype}, where claims of completions are in "
-            f"{' or '.join(allowed)}: give it weights of that dtype and no autocast of its own, or "
-            "turn verification off."
-        )
-    completions = group.completions
-    short = [
-        len(one.tokens)
-        for one in completions
-        if one.finish == "length" and len(one.tokens) != agreed.max_tokens
-    ]
-    if short:
-        raise VerifyError(
-            f"The policy stops after {short[0]} tokens where {agreed.max_tokens} are agreed: set "
-            f"rl.max_tokens to {short[0]}."
-        )
-    rows = [one.tokens for one in completions]
-    finish = [one.finish for one in completions]
-    material = material_of(
-        at,
-        rows,
-        finish,
-        proof=proof,
-        policy=policy_name,
-        dtype=group.dtype,
-        kernel=kernel_of(policy),
-        snapshot=snapshot_bytes,
-    )
-    return ProvenGroup(at, agreed, seed, completions, pack(material))
-
-
-def make_claim(
-    proven: ProvenGroup, *, run: str, round: int, peer: str, slot: int, model: bytes
-) -> Claim:
-    """Make the record to sign and publish; ``model`` is the SHA-256 of the policy's snapshot."""
-    output = output_hash([one.tokens for one in proven.completions])
-    return Claim(
-        peer=peer,
-        run=run,
-        round=round,
-        slot=slot,
-        model=model,
-        prompt=proven.at.hash,
-        sampling=proven.agreed.hash,
-        seed=proven.seed,
-        tokens=proven.tokens,
-        output=output,
-        fingerprint=digest(proven.material),
-    )
-
-
-KEPT = 4  # snapshots
-WORDS = {
+KEPT_SNAPSHOTS = 4
+REFUSALS = {
     "activations": "The claimed policy does not compute these activations",
     "sampling": "The claimed policy would not have drawn these tokens",
 }
+"""By fingerprint."""
 
 
 class _Wrong(Exception):
@@ -361,11 +80,11 @@ class Checker:
         self._allowed = allowed
         self._own = own
         self._policies: dict[torch.dtype, Policy] = {}
-        self._measured: list[Measured] = []  # of the claim that is being checked
-        self._snapshots = Newest[bytes, bytes](KEPT)
-        self._loaded: dict[
-            torch.dtype, bytes
-        ] = {}  # digests of the snapshots that the policies hold
+        self._measured: list[Measured] = []
+        """Of the claim that is being checked."""
+        self._snapshots = Newest[bytes, bytes](KEPT_SNAPSHOTS)
+        self._loaded: dict[torch.dtype, bytes] = {}
+        """Digests of the snapshots that the policies hold."""
 
     @property
     def policy(self) -> Policy:
@@ -377,7 +96,9 @@ class Checker:
 
         A prover rounds the weights of float32 in the same way.
         """
-        dtype = DTYPES[cast(Dtype, prover)] if prover in self._own else torch.float32
+        dtype = torch.float32
+        if prover in self._own:
+            dtype = DTYPES[cast(Dtype, prover)]
         if dtype not in self._policies:
             made = self._make_policy() if dtype == torch.float32 else copy.deepcopy(self.policy)
             made.module.to(dtype).eval()
@@ -417,7 +138,8 @@ class Checker:
         material = self._opened(claim, data)
         prompt = self._prompt(claim, material)
         rows = self._rows(claim, material)
-        width = int(getattr(output_head(self.policy.module), "weight").shape[1])  # noqa: B009 (mypy: any module)
+        # getattr, because to mypy the head may be any module.
+        width = int(getattr(output_head(self.policy.module), "weight").shape[1])  # noqa: B009
         expected = ACTIVATIONS.proof_bytes(claim.tokens, width)
         if len(material.proof) != expected:
             raise _Wrong(
@@ -432,7 +154,8 @@ class Checker:
             found = examine(policy, prompt, rows, material.proof, self._agreed, claim.seed)
         except ValueError as error:
             self._loaded.clear()
-            if (dtype := dtype_of(policy)) != "float32":
+            dtype = dtype_of(policy)
+            if dtype != "float32":
                 raise NotCheckable(
                     f"The claim cannot be checked in {dtype} ({error}): check in float32."
                 ) from error
@@ -481,38 +204,43 @@ class Checker:
             )
         try:
             return self._env.made.question(material.seed, material.index).prompt
-        except Exception as error:  # a user's code, given a stranger's numbers
+        # A user's code, given a stranger's numbers.
+        except Exception as error:
             raise _Wrong(
                 f"The environment has no question of these numbers ({type(error).__name__})."
             ) from error
 
     def _rows(self, claim: Claim, material: Material) -> list[tuple[int, ...]]:
         rows = material.rows()
-        most = self._agreed.max_tokens
         if len(rows) != self._agreed.group:
             raise _Wrong(
                 f"The group has {len(rows)} completions where {self._agreed.group} are agreed."
             )
         if sum(map(len, rows)) != claim.tokens or output_hash(rows) != claim.output:
             raise _Wrong("The tokens are not those that the claim names.")
-        vocabulary = self.policy.vocabulary
         for number, (row, finish) in enumerate(zip(rows, material.finish, strict=True)):
-            where = f"Completion {number + 1} of {len(rows)}"
-            if not all(0 <= token < vocabulary for token in row):
-                raise _Wrong(f"{where} has a token that the policy does not know.")
-            if len(row) > most:
-                raise _Wrong(f"{where} has {len(row)} tokens where at most {most} are agreed.")
-            ended = [place for place, token in enumerate(row) if self.policy.ends(token)]
-            if ended and ended[0] < len(row) - 1:
-                raise _Wrong(f"{where} goes on after its end.")
-            if not ended and len(row) < most:
-                raise _Wrong(
-                    f"{where} is truncated: it stops after {len(row)} of {most} tokens without an "
-                    "end."
-                )
-            if finish != ("stop" if ended else "length"):
-                raise _Wrong(f"{where} says that it ended otherwise than it did.")
+            self._check_row(row, finish, f"Completion {number + 1} of {len(rows)}")
         return rows
+
+    def _check_row(self, row: tuple[int, ...], finish: str, where: str) -> None:
+        """Refuse tokens that the policy does not know, and completions that end otherwise than
+        drawing ends; ``where``: which one it is, in words.
+        """
+        vocabulary = self.policy.vocabulary
+        most = self._agreed.max_tokens
+        if not all(0 <= token < vocabulary for token in row):
+            raise _Wrong(f"{where} has a token that the policy does not know.")
+        if len(row) > most:
+            raise _Wrong(f"{where} has {len(row)} tokens where at most {most} are agreed.")
+        ended = [place for place, token in enumerate(row) if self.policy.ends(token)]
+        if ended and ended[0] < len(row) - 1:
+            raise _Wrong(f"{where} goes on after its end.")
+        if not ended and len(row) < most:
+            raise _Wrong(
+                f"{where} is truncated: it stops after {len(row)} of {most} tokens without an end."
+            )
+        if finish != ("stop" if ended else "length"):
+            raise _Wrong(f"{where} says that it ended otherwise than it did.")
 
     # -- costly tests ------------------------------------------------------------------------------
 
@@ -556,14 +284,12 @@ class Checker:
             if honest is not None and honest.features == evidence.features and not evidence.fault:
                 self._measured.append(Measured(pair, honest, evidence, material.kernel))
             if math.isfinite(judged.statistic):
-                statistics[f"{name}_statistic"], statistics[f"{name}_threshold"] = (
-                    judged.statistic,
-                    judged.threshold,
-                )
+                statistics[f"{name}_statistic"] = judged.statistic
+                statistics[f"{name}_threshold"] = judged.threshold
                 means = zip(evidence.features, evidence.means(), strict=True)
                 statistics.update({feature.name: mean for feature, mean in means})
             if not judged.accepted and not wrong:
-                wrong = f"{WORDS[name]} ({judged.reason})."
+                wrong = f"{REFUSALS[name]} ({judged.reason})."
         if wrong:
             raise _Wrong(wrong)
         return (

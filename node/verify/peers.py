@@ -30,8 +30,10 @@ from shoal.verification.consensus.reputation import ScoreRules, Standing, Table,
 from shoal.verification.consensus.rulings import Rules
 from shoal.verification.consensus.sortition import SETTLED
 
-ASKED = 5  # members whose logs are compared
+ASKED_MEMBERS = 5
+"""Whose logs are compared."""
 LOG_S = 10.0
+"""For the log of one."""
 
 
 def rules_of(verify: VerifySettings) -> Rules:
@@ -43,12 +45,12 @@ def table_of(log: Log, swarm: str, rules: Rules, round: int) -> Table:
     """Compute the standings at the end of ``round`` from the records in ``log`` whose signature is
     valid.
     """
-    records = [
-        signed.record
-        for signed in log.records
-        if verify_record(signed.record.peer, signed.record.encoded, signed.signature)
-        and getattr(signed.record, "run", swarm) == swarm
-    ]
+    records = []
+    for signed in log.records:
+        record = signed.record
+        is_of_swarm = getattr(record, "run", swarm) == swarm
+        if is_of_swarm and verify_record(record.peer, record.encoded, signed.signature):
+            records.append(record)
     electorates = {electorate.round: electorate for electorate in log.electorates}
     return compute_scores(
         Ledger(records), electorates, rules, ScoreRules(), max(round, log.base.round), log.base
@@ -57,20 +59,23 @@ def table_of(log: Log, swarm: str, rules: Rules, round: int) -> Table:
 
 def read_peers(link: Link) -> dict[str, Any]:
     """Return the standing of each member. Raises StartupError, NetworkError or MessageError."""
+    tables: dict[str, Table] = {}
     with visited(link) as (host, manifest, members, _):
-        tables = (
-            _reputations(host, link.swarm, manifest, members) if manifest.terms is not None else {}
-        )
+        if manifest.terms is not None:
+            tables = _reputations(host, link.swarm, manifest, members)
+    table = Table(-1, {}, {})
+    agree = 0
+    if tables:
+        ((common, agree),) = Counter(each.digest for each in tables.values()).most_common(1)
+        table = next(each for each in tables.values() if each.digest == common)
+    names = {peer: member.name for peer, member in members.items()}
+    for peer in table.standings:
+        names.setdefault(peer, "")
     now = time.time()
-    round_s = manifest.verify.round_s
-    ((common, agree),) = Counter(table.digest for table in tables.values()).most_common(1) or [
-        (b"", 0)
-    ]
-    table = next((table for table in tables.values() if table.digest == common), Table(-1, {}, {}))
-    peers = {
-        **{peer: member.name for peer, member in members.items()},
-        **{p: "" for p in table.standings if p not in members},
-    }
+    peers: list[dict[str, Any]] = []
+    for peer, name in sorted(names.items(), key=lambda item: (item[1], item[0])):
+        standing = _standing(table, peer, manifest.verify.round_s, now)
+        peers.append({"name": name, "peer": peer, "here": peer in members, **standing})
     return {
         "swarm": link.swarm,
         "name": manifest.name,
@@ -78,15 +83,7 @@ def read_peers(link: Link) -> dict[str, Any]:
         "round": table.round,
         "asked": len(tables),
         "agree": agree,
-        "peers": [
-            {
-                "name": name,
-                "peer": peer,
-                "here": peer in members,
-                **_standing(table, peer, round_s, now),
-            }
-            for peer, name in sorted(peers.items(), key=lambda item: (item[1], item[0]))
-        ],
+        "peers": peers,
     }
 
 
@@ -97,7 +94,7 @@ def _reputations(
     round = int(time.time() // manifest.verify.round_s) - SETTLED
     rules = rules_of(manifest.verify)
     found: dict[str, Table] = {}
-    for peer in secrets.SystemRandom().sample(sorted(members), min(ASKED, len(members))):
+    for peer in secrets.SystemRandom().sample(sorted(members), min(ASKED_MEMBERS, len(members))):
         try:
             log = decode_log(fetch_log(host, peer, members[peer].addresses, swarm, 0, LOG_S))
         except (NetworkError, MessageError, ValueError):

@@ -10,15 +10,15 @@ from pathlib import Path
 sys.path[:0] = [str(Path(__file__).parents[2])]
 
 from shoal.node.cli import main as cli  # noqa: E402
-from shoal.node.verify import completions  # noqa: E402
+from shoal.node.verify import claimer  # noqa: E402
 from shoal.verification.consensus.records import Commitment, Reveal  # noqa: E402
 from shoal.verification.consensus.voter import Voter  # noqa: E402
 from tests.support.quantised_policy import quantised  # noqa: E402
 
 
 def cheat_by_quantising():
-    prove = completions.prove
-    completions.prove = lambda policy, *arguments, **named: prove(
+    prove = claimer.prove
+    claimer.prove = lambda policy, *arguments, **named: prove(
         quantised(policy), *arguments, **named
     )
 

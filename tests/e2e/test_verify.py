@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from shoal.node.runtime.training_node import LAST
-from shoal.node.verify.material import load_claim
+from shoal.node.verify.claim_file import load_claim
 
 CHEAT = Path(__file__).parent / "cheat.py"
 HONEST = [f"honest{number}" for number in range(5)]

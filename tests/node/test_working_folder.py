@@ -34,7 +34,7 @@ from shoal.node.rl.policy import PolicyError
 from shoal.node.runtime.door import task_label
 from shoal.node.tasks.loader import load_task
 from shoal.node.tasks.text import TextTask
-from shoal.node.verify.history import EvidenceFile
+from shoal.node.verify.evidence_file import EvidenceFile
 from shoal.node.watch.source import WatchError
 from shoal.optim import Alone, NoLoCo
 from shoal.swarm.errors import ShoalError
@@ -229,7 +229,7 @@ def test_what_is_not_finite_is_null():
         (["pull", LINK, "--out", "x"], "shoal.node.commands.pull.pull"),
         (["merge", "x", "--out", "y"], "shoal.node.checkpoint.export.merge"),
         (["invite", LINK], "shoal.node.commands.creator.invite"),
-        (["verify", "odds"], "shoal.node.verify.history.odds_report"),
+        (["verify", "odds"], "shoal.node.verify.vote_odds.odds_report"),
     ],
 )
 def test_every_command_that_reports_numbers_prints_json(arguments, where, monkeypatch):

@@ -7,12 +7,12 @@ import torch
 from safetensors.torch import save
 
 from shoal.node.rl.environment import EnvError
-from shoal.node.verify import audit, completions
-from shoal.node.verify import material as claims
-from shoal.node.verify.audit import VerifyError
-from shoal.node.verify.history import _carried
+from shoal.node.verify import claim_file, inspect_claim
+from shoal.node.verify.errors import VerifyError
 from shoal.node.verify.material import Agreed, Coordinates, material_of
 from shoal.node.verify.material import decode_material as decode_material
+from shoal.node.verify.snapshot import load_snapshot
+from shoal.node.verify.stated_odds import decode_odds
 from shoal.swarm.errors import MessageError
 from shoal.swarm.topics.attestation import sign_record
 from shoal.swarm.wire.envelope import (
@@ -79,7 +79,7 @@ MATERIAL = pack(material())
 def stored():
     claim = good(Claim).model_copy(update={"peer": ME.peer_id})
     signed = Signed(claim, sign_record(ME, claim.encoded))
-    return claims.save_claim(
+    return claim_file.save_claim(
         HERE / "claims", signed, MATERIAL, Agreed(1.0, 8, 2), None
     ).read_bytes()
 
@@ -87,16 +87,16 @@ def stored():
 def inspected(data):
     """What ``shoal verify claim`` makes of a file before it computes anything."""
     (HERE / "one.claim").write_bytes(data)
-    found = claims.load_claim(HERE / "one.claim")
+    found = claim_file.load_claim(HERE / "one.claim")
     try:
         read = decode_material(found.material)
     except MessageError:
         return found
-    return completions._environment(read, None)
+    return inspect_claim._environment(read, None)
 
 
 def environment(data):
-    return completions._environment(material(data[:4096]), None)
+    return inspect_claim._environment(material(data[:4096]), None)
 
 
 def finite(value):
@@ -123,8 +123,8 @@ def claim_decoders():
     return [
         one(
             "odds in a vote",
-            "node/verify/history.py:_carried",
-            _carried,
+            "node/verify/stated_odds.py:decode_odds",
+            decode_odds,
             lambda: b'{"odds": 3.5}',
             JSON,
             sound=finite,
@@ -140,7 +140,7 @@ def claim_decoders():
         ),
         one(
             "stored claim",
-            "node/verify/material.py:_opened",
+            "node/verify/claim_file.py:_read_file",
             inspected,
             stored,
             MSGPACK,
@@ -149,7 +149,7 @@ def claim_decoders():
         ),
         one(
             "environment of a claim",
-            "node/verify/completions.py:_environment",
+            "node/verify/inspect_claim.py:_environment",
             environment,
             lambda: b'{"letters": 4}',
             JSON,
@@ -159,7 +159,7 @@ def claim_decoders():
         one(
             "weights of a policy",
             "",
-            lambda data: audit.load_snapshot(policy(), data),
+            lambda data: load_snapshot(policy(), data),
             policy_snapshot,
             SAFETENSORS,
             VerifyError,

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.node.verify.audit import Finding
+from shoal.node.verify.finding import Finding
 from shoal.node.verify.peers import rules_of
 from shoal.optim.codecs.base import FLOAT32
 from shoal.optim.exchange.base import Contribution, RoundKey

@@ -8,9 +8,10 @@ import torch
 from shoal.node.rl.environment import Env
 from shoal.node.rl.policy import Policy
 from shoal.node.rl.tiny import Tiny, Warm
-from shoal.node.verify.audit import digest
-from shoal.node.verify.checker import Checker, make_claim, prove
+from shoal.node.verify.checker import Checker
 from shoal.node.verify.material import DTYPES, Agreed, Coordinates, seed_of
+from shoal.node.verify.proven_group import make_claim, prove
+from shoal.node.verify.snapshot import digest
 from shoal.verification.calibration import Calibration
 
 RUN, ROUND, PEER, SLOT = "run", 7, "peer", 1

@@ -18,7 +18,7 @@ from shoal.node.demo.rl import bans, policies, run_demo
 from shoal.node.rl import loading
 from shoal.node.rl.loading import load_env
 from shoal.node.rl.tiny import Tiny
-from shoal.node.verify import checker, completions
+from shoal.node.verify import claimer, proven_group
 
 
 class Demo:
@@ -256,9 +256,9 @@ def test_cheat_rounds_its_writing_only(monkeypatch):
 
     monkeypatch.setattr(Tiny, "generate", generate)
     monkeypatch.setattr(loading, "load_policy", loading.load_policy)
-    monkeypatch.setattr(completions, "prove", None)
+    monkeypatch.setattr(claimer, "prove", None)
     monkeypatch.setattr(
-        checker,
+        proven_group,
         "prove",
         lambda policy: seen.append(len(set(policy.module.head.weight[0].tolist()))),
     )
@@ -266,7 +266,7 @@ def test_cheat_rounds_its_writing_only(monkeypatch):
     policy = loading.load_policy("tiny", load_env("strings", {}), 0)
     for writer, temperature in ((policy, 1.0), (policy, 0.0), (copy.deepcopy(policy), 1.0)):
         writer.generate(["?"], 1, temperature=temperature, max_tokens=4, seed=0)
-    completions.prove(policy)
+    claimer.prove(policy)
     assert [values <= 15 for values in seen] == [True, False, False, True]
 
 

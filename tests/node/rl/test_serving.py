@@ -24,7 +24,7 @@ from shoal.node.rl.strings import Strings
 from shoal.node.rl.task import RLTask
 from shoal.node.task import Shard
 from shoal.node.training.trainer import Trainer
-from shoal.node.verify.checker import policy_label
+from shoal.node.verify.proven_group import policy_label
 from shoal.swarm.settings.outer import OuterSettings
 from shoal.swarm.settings.training import TrainSettings
 

@@ -15,9 +15,10 @@ from shoal.node.rl.task import RLTask
 from shoal.node.rl.tiny import Tiny, Warm
 from shoal.node.task import Shard
 from shoal.node.verify import service
-from shoal.node.verify.completions import CALIBRATION, CompletionClaims, self_calibrate
+from shoal.node.verify.calibrate import self_calibrate
+from shoal.node.verify.completion_claims import CALIBRATION, CompletionClaims
 from shoal.node.verify.material import Agreed
-from shoal.node.verify.start import make_terms
+from shoal.node.verify.terms import make_terms
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.internal_errors import InternalErrors
 from shoal.verification.calibration_file import save_calibration
@@ -35,7 +36,7 @@ class Board:
 
 
 class Net:
-    """`shoal.node.verify.audit.SwarmNetwork` on a board.
+    """`shoal.node.verify.swarm_network.SwarmNetwork` on a board.
 
     ``hands_out`` False: it has nothing that it is asked for.
     """

@@ -6,9 +6,9 @@ import torch
 from shoal.node.rl.environment import Env, canonical
 from shoal.node.rl.strings import Strings
 from shoal.node.rl.tiny import Tiny, Warm
-from shoal.node.verify.audit import snapshot
-from shoal.node.verify.completions import self_calibrate
+from shoal.node.verify.calibrate import self_calibrate
 from shoal.node.verify.material import Agreed
+from shoal.node.verify.snapshot import snapshot
 from tests.support.claims import HONEST, World
 
 

@@ -10,8 +10,8 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from shoal.node.verify import peers
+from shoal.node.verify.feed import Feed
 from shoal.node.verify.peers import read_peers, reasons, rules_of, summary, table_of
-from shoal.node.verify.service import Feed
 from shoal.swarm.errors import NetworkError
 from shoal.swarm.identity import Identity
 from shoal.swarm.settings.verification import VerifySettings

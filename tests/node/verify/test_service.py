@@ -12,12 +12,13 @@ import torch
 
 from shoal.node.config.settings import ConfigError, Settings
 from shoal.node.task import Task
-from shoal.node.verify import completions
-from shoal.node.verify.audit import VerifyError, most_bytes
-from shoal.node.verify.history import explain
-from shoal.node.verify.material import load_claim
+from shoal.node.verify import claimer
+from shoal.node.verify.claim_file import load_claim
+from shoal.node.verify.errors import VerifyError
+from shoal.node.verify.explain import explain
 from shoal.node.verify.service import Verification
-from shoal.node.verify.start import check_terms, make_terms
+from shoal.node.verify.snapshot import most_bytes
+from shoal.node.verify.terms import check_terms, make_terms
 from shoal.swarm.errors import MessageError
 from shoal.verification.calibration import Calibration, Judgement
 from shoal.verification.calibration_file import load_calibration, save_calibration
@@ -57,7 +58,7 @@ def five(node, monkeypatch):
     """
 
     def make(board, **verify):
-        prove = completions.prove
+        prove = claimer.prove
         nodes = [
             node(board, name, seed=seed, **verify)
             for seed, name in enumerate((*HONEST, "quantised"))
@@ -65,7 +66,7 @@ def five(node, monkeypatch):
         nodes.append(node(board, "withholding", seed=4, hands_out=False, **verify))
         cheat = nodes[3].task.policy
         monkeypatch.setattr(
-            completions,
+            claimer,
             "prove",
             lambda own, *a, **k: prove(quantised(own) if own is cheat else own, *a, **k),
         )
@@ -226,7 +227,7 @@ def test_too_short_rounds_name_the_right_length(node, monkeypatch):
     """The fault: rounds of 60 s give a body 3 s to arrive, and an honest peer with a large adapter
     was banned for its link.
     """
-    monkeypatch.setattr("shoal.node.verify.service.UPLINK", 0.001)
+    monkeypatch.setattr("shoal.node.verify.service.UPLINK_MBIT", 0.001)
     ann = node(Board(), "ann")
     ann.step()
     (said,) = [said for said in ann.said if "weights behind each claim" in said]
@@ -401,14 +402,14 @@ def test_slight_cheat_is_banned_by_its_total(tmp_path, monkeypatch):
     monkeypatch.setattr(
         Calibration, "judge", lambda *a: Judgement(True, 0.0, 1.0, "as honest ones")
     )
-    board, prove, names = Board(), completions.prove, (*HONEST, "dan", "quantised")
+    board, prove, names = Board(), claimer.prove, (*HONEST, "dan", "quantised")
     nodes = [
         Node(board, name, tmp_path, calibration, seed=seed, claims=2)
         for seed, name in enumerate(names)
     ]
     cheat = nodes[-1].task.policy
     monkeypatch.setattr(
-        completions,
+        claimer,
         "prove",
         lambda own, *a, **k: prove(quantised(own) if own is cheat else own, *a, **k),
     )

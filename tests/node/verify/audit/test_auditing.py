@@ -15,21 +15,13 @@ from safetensors.torch import load, save
 
 from shoal.node.rl.strings import Strings
 from shoal.node.rl.tiny import Tiny, Warm
-from shoal.node.verify import audit
-from shoal.node.verify.audit import (
-    LEAVE_S,
-    Budget,
-    Finding,
-    NotCheckable,
-    SwarmNetwork,
-    VerifyError,
-    base,
-    load_snapshot,
-    most_bytes,
-    snapshot,
-)
+from shoal.node.verify import snapshot as snapshot_module
+from shoal.node.verify.auditor import Auditor, Budget
+from shoal.node.verify.errors import NotCheckable, VerifyError
+from shoal.node.verify.finding import Finding
 from shoal.node.verify.material import Material
-from shoal.node.verify.service import Auditor
+from shoal.node.verify.snapshot import base_hash, load_snapshot, most_bytes, snapshot
+from shoal.node.verify.swarm_network import LEAVE_S, SwarmNetwork
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.gossip.gossip import Topic
 from shoal.swarm.internal_errors import InternalErrors
@@ -406,13 +398,13 @@ def test_only_what_is_trained_is_in_it():
 
 def test_what_is_not_trained_has_a_hash_of_its_own():
     first, second = small(1), small(2)
-    assert base(first.module) == base(second.module)  # all of it is trained
+    assert base_hash(first.module) == base_hash(second.module)  # all of it is trained
     for policy in (first, second):
         policy.module.head.requires_grad_(False)
-    assert base(first.module) != base(second.module)
+    assert base_hash(first.module) != base_hash(second.module)
     second.module.head.load_state_dict(first.module.head.state_dict())
-    assert base(first.module) == base(second.module)
-    assert base(first.module) != base(first.module.to(torch.bfloat16))
+    assert base_hash(first.module) == base_hash(second.module)
+    assert base_hash(first.module) != base_hash(first.module.to(torch.bfloat16))
 
 
 def spoiled(change):
@@ -454,6 +446,6 @@ def test_what_cannot_be_claimed_is_one_sentence(monkeypatch):
         policy.module.head.weight[0, 0] = float("nan")
     with pytest.raises(VerifyError, match="not all finite"):
         snapshot(policy)
-    monkeypatch.setattr(audit, "MOST_BYTES", 10_000)
+    monkeypatch.setattr(snapshot_module, "MAX_SNAPSHOT_BYTES", 10_000)
     with pytest.raises(VerifyError, match="train a small adapter"):
         snapshot(small(1))

@@ -6,9 +6,9 @@ import copy
 
 import torch
 
-from shoal.node.verify.audit import digest
-from shoal.node.verify.checker import ACTIVATIONS, read, write
+from shoal.node.verify.group import ACTIVATIONS, read, write
 from shoal.node.verify.material import Agreed, decode_material, output_hash, seed_of
+from shoal.node.verify.snapshot import digest
 from shoal.swarm.topics.rollout import pack_tokens
 from shoal.swarm.wire.envelope import pack
 from tests.support.claims import PEER, ROUND, RUN, SLOT

@@ -8,8 +8,8 @@ import dataclasses
 import pytest
 import torch
 
-from shoal.node.verify.audit import snapshot
-from shoal.node.verify.completions import self_calibrate
+from shoal.node.verify.calibrate import self_calibrate
+from shoal.node.verify.snapshot import snapshot
 from tests.node.verify.completions.attacks import (
     adapter,
     drawn,

@@ -10,17 +10,12 @@ import torch
 
 from shoal.node.rl.strings import Strings
 from shoal.node.rl.tiny import END, Tiny, Warm
-from shoal.node.verify.audit import (
-    MOST_EVIDENCE,
-    Finding,
-    NotCalibrated,
-    NotCheckable,
-    VerifyError,
-    digest,
-    snapshot,
-)
-from shoal.node.verify.checker import ACTIVATIONS, make_claim, policy_label, read
+from shoal.node.verify.errors import NotCalibrated, NotCheckable, VerifyError
+from shoal.node.verify.finding import MAX_EVIDENCE_BYTES, Finding
+from shoal.node.verify.group import ACTIVATIONS, read
 from shoal.node.verify.material import Agreed, decode_material, seed_of
+from shoal.node.verify.proven_group import make_claim, policy_label
+from shoal.node.verify.snapshot import digest, snapshot
 from shoal.verification.calibration import Calibration
 from tests.node.verify.completions.attacks import restated, rounded
 from tests.support.claims import PEER, ROUND, RUN, SLOT
@@ -31,7 +26,7 @@ SIDES = [("float32", "float32"), ("bfloat16", "float32"), ("bfloat16", "bfloat16
 def refused(world, claim, material, checker=None, snapshot=None):
     finding = (checker or world.checker()).check(claim, material, snapshot or world.snapshot)
     assert not finding.accepted
-    assert len(finding.evidence) <= MOST_EVIDENCE
+    assert len(finding.evidence) <= MAX_EVIDENCE_BYTES
     return finding.reason
 
 
@@ -49,7 +44,7 @@ def test_honest_claims_pass(world, sides):
 @pytest.mark.ci
 @pytest.mark.parametrize("verifier", ["float32", "float16"])
 def test_float16_too(world, verifier):
-    from shoal.node.verify.completions import self_calibrate
+    from shoal.node.verify.calibrate import self_calibrate
 
     made = self_calibrate(
         world.policy,
@@ -379,7 +374,7 @@ def test_a_question_that_an_environment_fails_at_is_refused(world):
 
 def test_evidence_is_bounded_whatever_the_reason():
     long = Finding(False, "é" * 5000, {f"figure {number}": 1 / 3 for number in range(100)})
-    assert len(long.evidence) <= MOST_EVIDENCE
+    assert len(long.evidence) <= MAX_EVIDENCE_BYTES
     assert b"accepted" in long.evidence
 
 

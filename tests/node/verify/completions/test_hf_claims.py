@@ -10,10 +10,11 @@ import torch
 from shoal.node.rl.environment import Env, canonical
 from shoal.node.rl.hf import load_hf
 from shoal.node.rl.strings import Strings
-from shoal.node.verify.audit import digest, load_snapshot, snapshot, trained
-from shoal.node.verify.checker import Checker, make_claim, prove
-from shoal.node.verify.completions import self_calibrate
+from shoal.node.verify.calibrate import self_calibrate
+from shoal.node.verify.checker import Checker
 from shoal.node.verify.material import DTYPES, Agreed, Coordinates, seed_of
+from shoal.node.verify.proven_group import make_claim, prove
+from shoal.node.verify.snapshot import digest, load_snapshot, snapshot, trained
 from tests.support.transformers_models import real_model, saved_model, wants_real_model
 
 pytest.importorskip("transformers")

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from shoal.node.rl.environment import Env, Question
-from shoal.node.verify.audit import VerifyError, snapshot
-from shoal.node.verify.checker import prove
-from shoal.node.verify.completions import ASIDE, MOST_WRITTEN, Claimer
+from shoal.node.verify.claimer import ASIDE, MAX_WRITTEN, Claimer
+from shoal.node.verify.errors import VerifyError
 from shoal.node.verify.material import (
     Agreed,
     Coordinates,
@@ -24,6 +23,8 @@ from shoal.node.verify.material import (
     output_hash,
     seed_of,
 )
+from shoal.node.verify.proven_group import prove
+from shoal.node.verify.snapshot import snapshot
 from shoal.swarm.errors import MessageError
 from shoal.swarm.wire.envelope import pack
 from shoal.verification.consensus.participant import Slot
@@ -141,7 +142,7 @@ def test_large_groups_go_in_parts(world, monkeypatch):
     proven = large.proven()
     assert len(proven.completions) == 20
     assert large.check(proven).accepted
-    monkeypatch.setattr("shoal.node.verify.checker.PART", 3)
+    monkeypatch.setattr("shoal.node.verify.group.PART", 3)
     assert [one.tokens for one in large.proven().completions] == [
         one.tokens for one in proven.completions
     ]
@@ -228,7 +229,7 @@ def test_slots_fill_in_order_within_bounds(claimer, world, round):
     claimer.offer(slots)
     assert all(write(claimer, world, index) for index in range(3))
     assert [written.slot for written in claimer.take()] == slots
-    assert claimer._written.maxlen == MOST_WRITTEN
+    assert claimer._written.maxlen == MAX_WRITTEN
 
 
 def test_a_planted_group_answers_another_question_and_is_found_wrong(claimer, world):

@@ -11,16 +11,14 @@ import torch
 from click.testing import CliRunner
 
 from shoal.node.cli.main import cli
-from shoal.node.verify.audit import VerifyError, digest
-from shoal.node.verify.checker import make_claim, prove
-from shoal.node.verify.completions import (
-    CompletionClaims,
-    own_dtypes,
-    read_calibration,
-    self_calibrate,
-)
-from shoal.node.verify.material import decode_material, find_claim, load_claim, save_claim, seed_of
-from shoal.node.verify.start import make_terms
+from shoal.node.verify.calibrate import own_dtypes, read_calibration, self_calibrate
+from shoal.node.verify.claim_file import find_claim, load_claim, save_claim
+from shoal.node.verify.completion_claims import CompletionClaims
+from shoal.node.verify.errors import VerifyError
+from shoal.node.verify.material import decode_material, seed_of
+from shoal.node.verify.proven_group import make_claim, prove
+from shoal.node.verify.snapshot import digest
+from shoal.node.verify.terms import make_terms
 from shoal.swarm.identity import Identity
 from shoal.swarm.topics.attestation import sign_record
 from shoal.verification.calibration import Calibration

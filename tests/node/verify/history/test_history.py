@@ -11,9 +11,12 @@ import pytest
 from click.testing import CliRunner
 
 from shoal.node.cli.main import cli
-from shoal.node.verify import history
-from shoal.node.verify.audit import Finding, Measured, VerifyError
-from shoal.node.verify.history import NAME, EvidenceFile, History, stated
+from shoal.node.verify import evidence_file
+from shoal.node.verify.errors import VerifyError
+from shoal.node.verify.evidence_file import NAME, EvidenceFile
+from shoal.node.verify.finding import Finding, Measured
+from shoal.node.verify.history import History
+from shoal.node.verify.stated_odds import stated_odds
 from shoal.verification.calibration import Honest, Pair
 from shoal.verification.consensus.ledger import Ledger
 from shoal.verification.consensus.records import Dispute, Reveal
@@ -203,7 +206,7 @@ def test_after_a_ban_the_odds_begin_anew(world):
 
 
 def test_a_full_file_forgets_the_peer_with_the_least_odds(world, monkeypatch):
-    monkeypatch.setattr(history, "PEERS", 2)
+    monkeypatch.setattr(evidence_file, "MAX_PEERS", 2)
     world.check(0.3, "ann")
     world.check(0.05, "bob")
     world.check(0.3, "cat")
@@ -211,11 +214,11 @@ def test_a_full_file_forgets_the_peer_with_the_least_odds(world, monkeypatch):
 
 
 def test_a_series_that_is_full_is_followed_by_another(world, monkeypatch):
-    monkeypatch.setattr(history, "LENGTH", 5)
+    monkeypatch.setattr(evidence_file, "LENGTH", 5)
     for _ in range(11):
         world.check(0.12)
     assert [row.claims for row in EvidenceFile(world.path).series("ann")] == [5, 5, 1]
-    monkeypatch.setattr(history, "SERIES", 2)
+    monkeypatch.setattr(evidence_file, "MAX_SERIES", 2)
     for _ in range(5):
         world.check(0.12)
     assert [row.number for row in EvidenceFile(world.path).series("ann")] == [3, 4]
@@ -246,7 +249,7 @@ def read(evidence, mark="valid", more=()):
             for e in (evidence, *more)
         ]
     )
-    return stated(
+    return stated_odds(
         Table(3, {}, {claim.id: Ruling(claim, "valid", (Trial(("bob",), (mark,)),))}), ledger, {}
     )
 
@@ -308,7 +311,7 @@ def test_the_newest_statement_counts_and_that_of_an_appeal():
         claims[1].id: Ruling(claims[1], "valid", (bob, cat), dispute),
         claims[0].id: Ruling(claims[0], "valid", (bob,)),
     }
-    said = stated(Table(5, {}, rulings), ledger, {})["ann"]
+    said = stated_odds(Table(5, {}, rulings), ledger, {})["ann"]
     assert {peer: round(math.exp(odds), 6) for peer, odds in said.items()} == {
         "bob": 3.0,
         "cat": 4.0,
