@@ -141,6 +141,7 @@ class LightPeer:
             return
         from shoal.swarm.gossip.gossip import Gossip
         from shoal.swarm.topics.status import RecordPublisher, Status
+        from shoal.swarm.wire.record import Progress
 
         def status() -> Status:
             self.sent += 1
@@ -149,13 +150,7 @@ class LightPeer:
                 peer=self.identity.peer_id,
                 name="light",
                 addresses=(),
-                state="training",
-                round=0,
-                step=0,
-                loss=None,
-                steps_per_s=1.0,
-                sent=0,
-                received=0,
+                progress=Progress(state="training", steps_per_s=1.0),
                 issued=time.time(),
                 version="0",
             )

@@ -71,7 +71,7 @@ async def main(link: Link) -> None:
             message = await subscription.get()
             if (status := opened(bytes(message.data), link.swarm)) is not None:
                 print(
-                    status.model_dump_json(include={"name", "peer", "state", "round", "loss"}),
+                    status.model_dump_json(include={"name", "peer", "progress", "loss"}),
                     flush=True,
                 )
 

@@ -43,6 +43,7 @@ WHAT: dict[Place, str] = {
     "verification": "verifying claims",
 }
 """What this node was doing, in words."""
+OWN_ERROR = "an error in this node's own code, and not in the network"
 LONGEST = 200  # characters of an exception's first line that are kept
 TRACEBACKS = 8  # that are logged of each place; what comes after them is only counted
 

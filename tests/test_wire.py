@@ -53,7 +53,7 @@ from shoal.swarm.topics.attestation import QUOTA as ATTESTED
 from shoal.swarm.topics.evidence import EVIDENCE_PROTOCOL, MAX_BYTES
 from shoal.swarm.topics.receipts import MAX_PEERS_NAMED
 from shoal.swarm.topics.rollout import MAX_COMPLETIONS, MAX_TEXT_BYTES
-from shoal.swarm.topics.status import PARTNERS, PER_SECOND, RECEIPTS_S, ROUNDS
+from shoal.swarm.topics.status import PER_SECOND, RECEIPTS_S, ROUNDS
 from shoal.swarm.topics.verification_log import LOG_PROTOCOL, MAX_LOG_BYTES
 from shoal.swarm.topics.verification_log import LOG_QUOTA as LOGS
 from shoal.swarm.wire.envelope import ENVELOPE, MAX_MESSAGE, Message
@@ -65,6 +65,7 @@ from shoal.swarm.wire.messages import (
     SEEN_PROTOCOL,
     SWARMS_PROTOCOL,
 )
+from shoal.swarm.wire.record import MAX_PARTNERS
 from tests.support.wire_page import DOCS, PAGE, SEALED
 
 
@@ -155,7 +156,7 @@ def test_bounds_in_the_text_are_those_of_the_code():
     assert "four chunks of both" in PAGE
     assert f"{RateLimit().messages} messages and {RateLimit().nbytes >> 20} MiB a minute" in PAGE
     assert f"its newest {ROUNDS} rounds" in PAGE
-    assert f"at most {PARTNERS} partners" in PAGE
+    assert f"at most {MAX_PARTNERS} partners" in PAGE
     assert f"about {PER_SECOND:g} a second" in PAGE
     assert f"for at most {MAX_PEERS_NAMED} others, and sends one every {RECEIPTS_S:g} s" in PAGE
     assert f"at most {MAX_RECORD_BYTES} bytes, and its author's signature" in PAGE

@@ -44,7 +44,7 @@ from shoal.node.training.model_form import check_can_resume, forms
 from shoal.optim import OuterOptimizer, RoundInfo
 from shoal.optim.outer.inner import Inner, Stepped, all_parameters
 from shoal.swarm.errors import ShoalError
-from shoal.swarm.training.member import RoundReport
+from shoal.swarm.training.record_keeper import RoundReport
 from shoal.swarm.training.session import Session
 from shoal.swarm.training.step_watch import goes_by_steps
 

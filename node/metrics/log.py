@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from shoal.optim import OuterOptimizer, RoundInfo
     from shoal.swarm.membership.membership import Membership
     from shoal.swarm.training.factories import Rates
-    from shoal.swarm.training.member import RoundReport
+    from shoal.swarm.training.record_keeper import RoundReport
 
 Fields = Mapping[str, Any]
 Value = None | bool | int | float | str | Sequence["Value"] | Mapping[str, "Value"]

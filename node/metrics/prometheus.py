@@ -211,7 +211,7 @@ MEASURES = (
         labels=("source",),
     ),
     Measure(
-        "shoal_claims_total", "counter", "verify: claims that this node made.", "checks.claimed"
+        "shoal_claims_total", "counter", "verify: claims that this node made.", "checks.claims"
     ),
     Measure(
         "shoal_checks_total",

@@ -20,6 +20,7 @@ from shoal.node.console import figure, plural
 from shoal.node.metrics.log import Metrics, RoundRecord
 from shoal.swarm.errors import printable
 from shoal.swarm.figures import amount, duration
+from shoal.swarm.internal_errors import OWN_ERROR
 
 if TYPE_CHECKING:
     from shoal.node.training.trainer import Progress
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 LINE_EVERY_S = 10.0
-OWN_ERROR = "an error in this node's own code, and not in the network"
 
 
 def per_second(tokens_per_s: float, mfu: float | None) -> str:

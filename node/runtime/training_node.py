@@ -731,7 +731,8 @@ class TrainingNode:
             self.display.message(said)
             self._bound = 0.0
         if self.verification is not None:
-            self.status.verified(counted := self.verification.counted())
+            counted = self.verification.counted()
+            self.member.records.checked(**counted)
             self.metrics.live("checks", **counted)
         if (
             self.sharing is None or partner is not None
@@ -764,4 +765,9 @@ class TrainingNode:
 
     def _note(self, event: str, **fields: Any) -> None:
         self.metrics.write(event, **fields)
+        records = self.member.records
+        if event == "rl":
+            records.learnt(reward=fields["reward"], own=fields["own"], foreign=fields["foreign"])
+        elif event == "verify":
+            records.bans(fields["banned"])
         self.status.event(event, **fields)

@@ -127,7 +127,11 @@ class Verification:
 
     def counted(self) -> dict[str, int]:
         """Return the numbers of claims made here, of checks, and of claims found invalid. Quick."""
-        return {name: self._counts[name] for name in ("claimed", "checked", "invalid")}
+        return {
+            "claims": self._counts["claimed"],
+            "checked": self._counts["checked"],
+            "invalid": self._counts["invalid"],
+        }
 
     def report(self) -> dict[str, Any]:
         """Return the numbers of claims and checks, and the standings of all peers."""

@@ -67,6 +67,7 @@ from shoal.swarm.topics.receipts import Receipts
 from shoal.swarm.topics.status import Status
 from shoal.swarm.wire.envelope import Message, pack, unpack
 from shoal.swarm.wire.messages import SEED_PROTOCOL, ManifestReply, ManifestRequest
+from shoal.swarm.wire.record import GONE
 
 # seconds (libp2p itself puts a dial off for 5) before the same peer is dialled again, doubled with
 # each failure
@@ -229,7 +230,7 @@ class LightClient:
 
     def _take(self, publisher: str, data: bytes) -> None:
         status = self._gate.open(publisher, data)
-        if status.state in ("waiting", "training"):
+        if status.progress.state not in GONE:
             self._book.learn(status.peer, status.addresses)
         self._send(Heard(time=time.time(), peer=status.peer, status=status))
 

@@ -11,7 +11,7 @@ import re
 import statistics
 from bisect import bisect_left
 from collections import Counter, OrderedDict, deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -33,26 +33,40 @@ from shoal.swarm.changes import ChangePart, described
 from shoal.swarm.p2p.addresses import range_met
 from shoal.swarm.p2p.newest import Newest
 from shoal.swarm.topics.receipts import MAX_TOKEN_RATIO, Receipts, Work, confirmed, total
-from shoal.swarm.topics.status import PER_SECOND, TAIL, RoundStatus, Status
+from shoal.swarm.topics.status import PER_SECOND, Status
+from shoal.swarm.wire.record import GONE, TAIL, Checks, Rollouts, Round
 
 FAULTS = {
-    "no-partner": ("found no partner in a round and kept its own step", "no partner in"),
-    "refused": ("refused a contribution that was too far away", "refused"),
-    "internal": ("met an error of its own code, not of the network", "own errors"),
-    "daemon-restarts": ("had to start its network daemon again", "daemon restarts"),
+    "daemon_restarts": ("had to start its network daemon again", "daemon restarts"),
+    "internal_errors": ("met an error of its own code, not of the network", "own errors"),
+    "without_partner": ("found no partner in a round and kept its own step", "no partner in"),
+    "contributions_refused": ("refused a contribution that was too far away", "refused"),
 }
 """Kind of fault -> what happened, and a short name before the count."""
 
 
+def faults_of(status: Status) -> dict[str, int]:
+    """Return how often each fault was in the run of the node of ``status``, without those of no
+    time.
+    """
+    faults = {
+        "daemon_restarts": status.faults.daemon_restarts,
+        "internal_errors": status.faults.internal_errors,
+        "without_partner": status.exchanges.without_partner,
+        "contributions_refused": status.faults.contributions_refused,
+    }
+    return {kind: count for kind, count in faults.items() if count}
+
+
 def fault_sentence(name: str, kind: str, count: int) -> str:
     """Return a sentence about the peer ``name``; ``count``: of all such faults of its run."""
-    what = FAULTS[kind][0] if kind in FAULTS else f"reports a fault of the kind {kind}"
     times = {1: "once", 2: "twice"}.get(count, f"{count:,} times")
-    return f"{name} {what}, {times} so far"
+    return f"{name} {FAULTS[kind][0]}, {times} so far"
 
 
-def fault_label(kind: str, count: int) -> str:
-    return f"{FAULTS[kind][1] if kind in FAULTS else kind} {count:,}"
+def faults_label(faults: Mapping[str, int]) -> str:
+    """Return `faults_of` in a few words; "" where there are none."""
+    return ", ".join(f"{FAULTS[kind][1]} {count:,}" for kind, count in faults.items())
 
 
 def change_sentence(part: ChangePart) -> str:
@@ -320,22 +334,10 @@ MAX_PEERS = 2048
 MAX_LOG = 256
 SILENT_S = 8.0  # seconds without a status after which a node of a small swarm is shown as silent
 MISSED = 4  # missed statuses, in a large one
-GONE = ("leaving", "done")
 SAMPLE_S = 1.0  # seconds between two points of the swarm's curves
 COMPARED = 4  # newest exchanges of which the peers' weights are compared
-COUNTS = (
-    "rollouts_own",
-    "rollouts_foreign",
-    "claims",
-    "checked",
-    "invalid",
-)  # in statuses of nodes that have such a number
-RATES = (
-    "steps_per_s",
-    "tokens_per_s",
-    "sent_per_s",
-    "received_per_s",
-)  # of the totals, drawn over time
+# Of the totals, drawn over time.
+RATES = ("steps_per_s", "tokens_per_s", "bytes_sent_per_s", "bytes_received_per_s")
 
 
 @dataclass
@@ -344,6 +346,10 @@ class Peer:
 
     status: Status
     heard: float
+    round: int = 0
+    """The round that it is in; its status counts exchanges, of which a round has one for each
+    fragment.
+    """
     silent: bool = False
     sent_rate: float = 0.0
     received_rate: float = 0.0
@@ -359,18 +365,17 @@ class Peer:
     @property
     def here(self) -> bool:
         """True if it takes part, as far as known."""
-        return not self.silent and self.status.state not in GONE
+        return not self.silent and self.status.progress.state not in GONE
 
     @property
     def doing(self) -> str:
         """What it does, in a word or two, as far as known."""
-        return (
-            "silent"
-            if self.silent
-            else self.status.state
-            if self.status.state in GONE
-            else self.status.doing or self.status.state
-        )
+        progress = self.status.progress
+        if self.silent:
+            return "silent"
+        if progress.state in GONE:
+            return progress.state
+        return progress.doing or progress.state
 
     @property
     def relayed(self) -> bool:
@@ -383,9 +388,9 @@ class Peer:
     def roles(self) -> list[str]:
         """What it does for the swarm, as its status says."""
         found = ["trains"]
-        if self.status.checked is not None:
+        if self.status.checks is not None:
             found.append("verifies")
-        if self.status.rollouts_own is not None:
+        if self.status.rollouts is not None:
             found.append("shares rollouts")
         return found
 
@@ -435,9 +440,8 @@ class SwarmView:
     def take(self, event: Event) -> None:
         self.now = max(self.now, event.time)
         if isinstance(event, Heard):
-            self._status(
-                event.status, self.now
-            )  # a clock that was set back would make all seem silent
+            # By the newest time: a clock that was set back would make all seem silent.
+            self._status(event.status, self.now)
         elif isinstance(event, Signed):
             self.confirmations.add(event.receipts)
         elif isinstance(event, MessageRefused):
@@ -456,9 +460,8 @@ class SwarmView:
             self._change(event.parts)
         elif isinstance(event, Unreachable):
             if event.peer not in self.unreachable:
-                why = re.split(r" \(| at /| /", event.reason)[
-                    0
-                ]  # strangers may read it, so without addresses
+                # Strangers may read it, so without addresses.
+                why = re.split(r" \(| at /| /", event.reason)[0]
                 self._note("peer", f"…{event.peer[-TAIL:]} {why}")
             self.unreachable[event.peer] = event.reason
         elif isinstance(event, Described):
@@ -473,7 +476,7 @@ class SwarmView:
         for peer in self.peers.values():
             if peer.here and self.now - peer.heard > limit:
                 peer.silent = True
-                self._note("peer", f"{peer.status.name} fell silent in round {peer.status.round}")
+                self._note("peer", f"{peer.status.name} fell silent in round {peer.round}")
         self._sample()
 
     def _sample(self) -> None:
@@ -493,28 +496,29 @@ class SwarmView:
         self.heard += 1
         self.begun = self.now if self.begun is None else self.begun
         fragments = 1 if self.title is None else self.title.fragments
-        status = status.model_copy(
-            update={"round": status.round // fragments}
-        )  # each fragment's exchange has a number there
+        progress = status.progress
+        number = progress.round // fragments
         peer = self.peers.get(status.peer)
         if peer is None:
-            peer = self.peers[status.peer] = Peer(status, now)
-            self._note("peer", f"{status.name} is {status.state} in round {status.round}")
+            peer = Peer(status, now)
+            self.peers[status.peer] = peer
+            self._note("peer", f"{status.name} is {progress.state} in round {number}")
             self._make_room()
-            peer.faults = dict(status.faults)  # earlier faults are not reported
+            # Earlier faults are not reported.
+            peer.faults = faults_of(status)
         else:
-            self._compare(peer, status, now)
+            self._compare(peer, status, number)
         peer.status = status
+        peer.round = number
         peer.heard = now
         peer.silent = False
         for done in status.rounds:
             self._round(peer, done, fragments)
-        if status.reward is not None:
-            peer.reward.add(status.round, status.reward)
+        if status.rollouts is not None and status.rollouts.reward is not None:
+            peer.reward.add(number, status.rollouts.reward)
         self._compare_weights(status, fragments)
-        if (
-            self.now - self._sampled >= SAMPLE_S
-        ):  # in a recording nothing else tells that time goes by
+        # In a recording nothing else tells that time goes by.
+        if self.now - self._sampled >= SAMPLE_S:
             self.tick(self.now)
 
     def _compare_weights(self, status: Status, fragments: int) -> None:
@@ -543,45 +547,49 @@ class SwarmView:
             if (distance := consensus_distance(list(known.values()))) is not None:
                 self.consensus.add(oldest / fragments, distance)
 
-    def _compare(self, peer: Peer, status: Status, now: float) -> None:
+    def _compare(self, peer: Peer, status: Status, number: int) -> None:
+        """Tell what has changed since the peer's status before; it is in round ``number`` now."""
         before = peer.status
         passed = status.issued - before.issued
         if passed > 0:
-            peer.sent_rate = _smooth(
-                peer.sent_rate, max(status.sent - before.sent, 0) / passed, passed
-            )
-            peer.received_rate = _smooth(
-                peer.received_rate, max(status.received - before.received, 0) / passed, passed
-            )
+            sent = max(status.link.bytes_sent - before.link.bytes_sent, 0)
+            received = max(status.link.bytes_received - before.link.bytes_received, 0)
+            peer.sent_rate = _smooth(peer.sent_rate, sent / passed, passed)
+            peer.received_rate = _smooth(peer.received_rate, received / passed, passed)
+        state = status.progress.state
         if peer.silent:
-            self._note("peer", f"{status.name} is back, {status.state} in round {status.round}")
-        elif status.state != before.state:
-            self._note("peer", f"{status.name} is {status.state} now, in round {status.round}")
-        for fault, count in status.faults:
+            self._note("peer", f"{status.name} is back, {state} in round {number}")
+        elif state != before.progress.state:
+            self._note("peer", f"{status.name} is {state} now, in round {number}")
+        faults = faults_of(status)
+        for fault, count in faults.items():
             # The first, and each time that the count has doubled: a fault of every round would
             # leave no room for other news.
             if count.bit_length() > peer.faults.get(fault, 0).bit_length():
                 self._note("fault", fault_sentence(status.name, fault, count))
-            peer.faults[fault] = count
-        if (status.invalid or 0) > (before.invalid or 0):
-            so_far = f"{status.invalid or 0:,} of {status.checked or 0:,} checks so far"
+        peer.faults = faults
+        self._compare_checks(status.name, status.checks or Checks(), before.checks or Checks())
+
+    def _compare_checks(self, name: str, checks: Checks, before: Checks) -> None:
+        if checks.invalid > before.invalid:
             self._note(
                 "verdict",
-                f"{status.name} checked a claim of another peer and found it invalid: {so_far}",
+                f"{name} checked a claim of another peer and found it invalid: "
+                f"{checks.invalid:,} of {checks.checked:,} checks so far",
             )
-        for banned in set(status.banned) - set(before.banned):
-            name = self.name(banned[-TAIL:])
+        for peer in set(checks.banned) - set(before.banned):
             self._note(
                 "verdict",
-                f"{name} is banned, as {status.name} reports: too many of its claims were found "
-                "invalid",
+                f"{self.name(peer[-TAIL:])} is banned, as {name} reports: too many of its claims "
+                "were found invalid",
             )
 
-    def _round(self, peer: Peer, done: RoundStatus, fragments: int) -> None:
+    def _round(self, peer: Peer, done: Round, fragments: int) -> None:
         me = peer.status.peer
         place = (done.step, done.round)
         seen = self._rounds_seen.get(me, (-1, -1))
-        if place <= seen and seen[0] <= peer.status.step:  # else it resumed from a checkpoint
+        # With a lower step than seen it resumed from a checkpoint.
+        if place <= seen and seen[0] <= peer.status.progress.step:
             return
         self._rounds_seen[me] = place
         peer.partners = done.partners
@@ -621,7 +629,7 @@ class SwarmView:
         """Return what others confirm of each peer's work: the numbers of `Work`, of partners, and
         of their address ranges.
         """
-        rounds = [peer.status.round for peer in self.peers.values()]
+        rounds = [peer.round for peer in self.peers.values()]
         fragments = 1 if self.title is None else self.title.fragments
         most = (statistics.median(rounds) + 2) * fragments if rounds else 0.0
         places = {
@@ -645,7 +653,7 @@ class SwarmView:
         """
         here = self.here()
         said = [
-            peer.status.peers or 0 for peer in here
+            peer.status.progress.swarm_size or 0 for peer in here
         ]  # who sees the whole swarm states none: one liar is no majority
         return max(len(here), statistics.median_low(said) if said else 0)
 
@@ -659,7 +667,9 @@ class SwarmView:
         """
         here, known, size = self.here(), self.peers.values(), self.size()
         scale = size / max(len(here), 1)
-        rounds = [peer.status.round for peer in here]
+        rounds = [peer.round for peer in here]
+        rollouts = [peer.status.rollouts for peer in known if peer.status.rollouts is not None]
+        checks = [peer.status.checks for peer in known if peer.status.checks is not None]
         return {
             "peers": len(here),
             "size": size,
@@ -668,15 +678,19 @@ class SwarmView:
             "connected": len(self.connected),
             "round_min": min(rounds, default=None),
             "round_max": max(rounds, default=None),
-            "loss": _mean(peer.status.loss for peer in here),
-            "reward": _mean(peer.status.reward for peer in here),
-            "steps_per_s": sum(peer.status.steps_per_s for peer in here) * scale,
-            "tokens_per_s": sum(peer.status.tokens_per_s for peer in here) * scale,
-            "sent_per_s": sum(peer.sent_rate for peer in here) * scale,
-            "received_per_s": sum(peer.received_rate for peer in here) * scale,
-            "sent": sum(peer.status.sent for peer in known),
-            "received": sum(peer.status.received for peer in known),
-            **{name: _sum(getattr(peer.status, name) for peer in known) for name in COUNTS},
+            "loss": _mean(peer.status.loss.training for peer in here),
+            "reward": _mean((peer.status.rollouts or Rollouts()).reward for peer in here),
+            "steps_per_s": sum(peer.status.progress.steps_per_s for peer in here) * scale,
+            "tokens_per_s": sum(peer.status.progress.tokens_per_s for peer in here) * scale,
+            "bytes_sent_per_s": sum(peer.sent_rate for peer in here) * scale,
+            "bytes_received_per_s": sum(peer.received_rate for peer in here) * scale,
+            "bytes_sent": sum(peer.status.link.bytes_sent for peer in known),
+            "bytes_received": sum(peer.status.link.bytes_received for peer in known),
+            "groups_own": _sum(one.groups_own for one in rollouts),
+            "groups_foreign": _sum(one.groups_foreign for one in rollouts),
+            "claims": _sum(one.claims for one in checks),
+            "checked": _sum(one.checked for one in checks),
+            "invalid": _sum(one.invalid for one in checks),
             "confirmed": self._confirmed(),
             "heard": self.heard,
             "refused": sum(self.refused.values()),
@@ -703,6 +717,6 @@ def _mean(values: Iterable[float | None]) -> float | None:
     return statistics.fmean(found) if found else None
 
 
-def _sum(values: Iterable[int | None]) -> int | None:
-    found = [value for value in values if value is not None]
+def _sum(values: Iterable[int]) -> int | None:
+    found = list(values)
     return sum(found) if found else None

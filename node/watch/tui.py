@@ -21,9 +21,10 @@ from textual.widgets import DataTable, Footer, RichLog, Static
 from shoal.node.console import figure, plural
 from shoal.node.watch.events import Event
 from shoal.node.watch.source import EventSource
-from shoal.node.watch.swarm_view import Points, SwarmView, change_sentence, chart, fault_label
+from shoal.node.watch.swarm_view import Points, SwarmView, change_sentence, chart, faults_label
 from shoal.swarm.figures import amount
-from shoal.swarm.topics.status import TAIL, lag_label, reach_label, tokens_label
+from shoal.swarm.topics.status import lag_label, reach_label, tokens_label
+from shoal.swarm.wire.record import TAIL
 
 # A swarm's view as text: headline, table, curves and exchanges. Names come from strangers, so no
 # markup is parsed.
@@ -179,11 +180,11 @@ def headline(view: SwarmView) -> str:
         if totals["tokens_per_s"]:
             parts.append(f"{totals['tokens_per_s']:,.0f} tokens/s")
         by = " by those" if totals["sampled"] else ""
-        parts.append(f"{amount(totals['sent_per_s'])}/s sent, {amount(totals['sent'])} in all{by}")
-        if totals["rollouts_own"] is not None:
+        sent_per_s = amount(totals["bytes_sent_per_s"])
+        parts.append(f"{sent_per_s}/s sent, {amount(totals['bytes_sent'])} in all{by}")
+        if totals["groups_own"] is not None:
             parts.append(
-                f"groups learnt: {totals['rollouts_own']} own, {totals['rollouts_foreign']} of "
-                "others"
+                f"groups learnt: {totals['groups_own']} own, {totals['groups_foreign']} of others"
             )
         if totals["claims"] is not None:
             parts.append(
@@ -203,28 +204,30 @@ def peer_rows(view: SwarmView) -> list[tuple[str, list[Text]]]:
     found = []
     for index, (key, peer) in enumerate(view.rows()):
         status = peer.status
+        progress = status.progress
+        exchanges = status.exchanges
+        reward = None if status.rollouts is None else status.rollouts.reward
         style = "" if peer.here else "dim"
-        faults = ", ".join(fault_label(kind, count) for kind, count in status.faults)
         cells = [
             Text(status.name, style=colour(index) if peer.here else "dim"),
             *(
                 Text(text, style=style)
                 for text in (
                     peer.doing,
-                    str(status.round),
-                    str(status.step),
-                    figure(status.loss),
+                    str(peer.round),
+                    str(progress.step),
+                    figure(status.loss.training),
                     ", ".join(view.name(tail) for tail in peer.partners[:3])
                     + (" …" if len(peer.partners) > 3 else "")
                     or "-",
-                    figure(status.steps_per_s, ".1f"),
-                    tokens_label(status.tokens_per_s, status.mfu),
-                    lag_label(status.lag, status.lag_auto, status.late),
-                    reach_label(status.reach, status.throughput),
+                    figure(progress.steps_per_s, ".1f"),
+                    tokens_label(progress.tokens_per_s, progress.mfu),
+                    lag_label(exchanges.lag_steps, exchanges.lag_auto, exchanges.late),
+                    reach_label(status.link.reach, status.link.bytes_per_s),
                     amount(peer.sent_rate) + "/s",
                     amount(peer.received_rate) + "/s",
-                    figure(status.reward),
-                    faults or "-",
+                    figure(reward),
+                    faults_label(peer.faults) or "-",
                     f"{max(view.now - peer.heard, 0):.0f} s ago",
                 )
             ),

@@ -15,7 +15,7 @@ import queue
 import socket
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from importlib import resources
 from itertools import groupby
 from typing import Any
@@ -26,14 +26,13 @@ from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.log import server_logger
 
 from shoal.node.console import HERE, Address, dumps
-from shoal.node.watch import swarm_view
 from shoal.node.watch.events import Event, WatchError
 from shoal.node.watch.source import EventSource, Timeline
-from shoal.node.watch.swarm_view import SwarmView, chart
+from shoal.node.watch.swarm_view import Peer, SwarmView, change_sentence, chart, faults_label
 from shoal.swarm.access.link import Link
 from shoal.swarm.membership.link_addresses import lasting_link
 from shoal.swarm.p2p.addresses import host_asked, range_of
-from shoal.swarm.topics.status import TAIL
+from shoal.swarm.wire.record import TAIL
 
 # The link that the page of ``shoal watch`` shows, and its QR code.
 #
@@ -112,18 +111,16 @@ def page_data(view: SwarmView, *, ended: bool, link: ShownLink | None = None) ->
     peers = [peer for _, peer in rows]
     edges = sorted(view.meetings.edges().items(), key=lambda item: -item[1].time)[:EDGES]
     numbers = {key: index for index, key in enumerate(view.peers)}
-    fragments = 1 if view.title is None else view.title.fragments
+    title = view.title
+    fragments = 1 if title is None else title.fragments
 
     def names(tails: Iterable[str]) -> list[str]:
         return [view.name(tail) for tail in tails]
 
     confirmed = view.confirmed()
-    rewards = [peer.reward.smooth() for peer in peers]
     return {
         "swarm": view.swarm,
-        "title": None
-        if view.title is None
-        else view.title.model_dump(include={"name", "task", "method"}),
+        "title": None if title is None else title.model_dump(include={"name", "task", "method"}),
         "now": view.now,
         "begun": view.begun,
         "ended": ended,
@@ -133,55 +130,17 @@ def page_data(view: SwarmView, *, ended: bool, link: ShownLink | None = None) ->
         "refused": dict(view.refused),
         "peers": [
             {
-                "id": key,
-                "tail": key[-TAIL:],
+                **_peer_data(key, peer),
                 "number": numbers[key],
-                "here": peer.here,
-                "silent": peer.silent,
-                "doing": peer.doing,
-                "roles": peer.roles,
-                "relayed": peer.relayed,
-                "age": max(view.now - peer.heard, 0.0),
-                "sent_per_s": peer.sent_rate,
-                "received_per_s": peer.received_rate,
+                "heard_s_ago": max(view.now - peer.heard, 0.0),
                 "confirmed": confirmed[key],
                 "partners": names(peer.partners),
-                "faults_text": ", ".join(
-                    swarm_view.fault_label(kind, count) for kind, count in peer.status.faults
-                ),
-                **peer.status.model_dump(
-                    mode="json",
-                    exclude={
-                        "doing",
-                        "swarm",
-                        "peer",
-                        "rounds",
-                        "addresses",
-                        "projection",
-                        "banned",
-                        "faults",
-                    },
-                ),
             }
             for key, peer in rows[:ROWS]
         ],
         "bootstrap": sorted(peer[-TAIL:] for peer in view.bootstrap)[:LINES],
-        "changes": [swarm_view.change_sentence(part) for part in view.changes],
-        "charts": {
-            "loss": chart([peer.loss.smooth() for peer in peers], POINTS, LINES),
-            "loss_over_time": chart(
-                [peer.loss_over_time.smooth() for peer in peers], POINTS, LINES
-            ),
-            "reward": chart(rewards, POINTS, LINES) if any(rewards) else None,
-            "consensus": chart([view.consensus.smooth(), view.consensus.points], POINTS, 2),
-            "steps_per_s": chart([view.rates["steps_per_s"].smooth()], POINTS, 0),
-            "tokens_per_s": chart([view.rates["tokens_per_s"].smooth()], POINTS, 0),
-            "traffic": chart(
-                [view.rates["sent_per_s"].smooth(), view.rates["received_per_s"].smooth()],
-                POINTS,
-                2,
-            ),
-        },
+        "changes": [change_sentence(part) for part in view.changes],
+        "charts": _charts(view, peers),
         "pairs": [[a, b, edge.times, edge.round // fragments, edge.time] for (a, b), edge in edges],
         "meetings": [
             [
@@ -193,6 +152,42 @@ def page_data(view: SwarmView, *, ended: bool, link: ShownLink | None = None) ->
             for number, groups, alone in view.meetings.newest()
         ],
         "news": [[item.time, item.kind, item.text] for item in view.log],
+    }
+
+
+def _peer_data(key: str, peer: Peer) -> dict[str, Any]:
+    """Return what the page shows of one peer: its record, and what is computed of it."""
+    unshown = {"swarm", "peer", "addresses", "rounds", "projection"}
+    return {
+        "id": key,
+        "tail": key[-TAIL:],
+        "here": peer.here,
+        "silent": peer.silent,
+        "doing": peer.doing,
+        "round": peer.round,
+        "roles": peer.roles,
+        "relayed": peer.relayed,
+        "bytes_sent_per_s": peer.sent_rate,
+        "bytes_received_per_s": peer.received_rate,
+        "faults_text": faults_label(peer.faults),
+        **peer.status.model_dump(mode="json", exclude=unshown),
+    }
+
+
+def _charts(view: SwarmView, peers: Sequence[Peer]) -> dict[str, Any]:
+    rewards = [peer.reward.smooth() for peer in peers]
+    losses = [peer.loss.smooth() for peer in peers]
+    over_time = [peer.loss_over_time.smooth() for peer in peers]
+    speed = {name: curve.smooth() for name, curve in view.rates.items()}
+    traffic = [speed["bytes_sent_per_s"], speed["bytes_received_per_s"]]
+    return {
+        "loss": chart(losses, POINTS, LINES),
+        "loss_over_time": chart(over_time, POINTS, LINES),
+        "reward": chart(rewards, POINTS, LINES) if any(rewards) else None,
+        "consensus": chart([view.consensus.smooth(), view.consensus.points], POINTS, 2),
+        "steps_per_s": chart([speed["steps_per_s"]], POINTS, 0),
+        "tokens_per_s": chart([speed["tokens_per_s"]], POINTS, 0),
+        "traffic": chart(traffic, POINTS, 2),
     }
 
 

@@ -331,6 +331,7 @@ def _membership(
         epoch_s=manifest.epoch_s,
     )
     host.resource_manager.known = directory.knows
+    directory.own_record.traffic = lambda: (host.traffic.sent, host.traffic.received)
     directory.own_record.exchanges = lambda: (host.puncher.punched(), host.traffic.routes.rate())
     announcer = SeedAnnouncer(host, directory, identity, swarm)
     peers = PeerExchange(host, directory, identity, swarm, directory.now)

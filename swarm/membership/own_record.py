@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from shoal.swarm.wire.envelope import Reach, rate
+from shoal.swarm.wire.envelope import MAX_BYTES, Reach, rate
 from shoal.swarm.wire.messages import Member
+from shoal.swarm.wire.record import LinkUse
 
 MAX_ADDRESSES = 8  # in a record
 
@@ -31,6 +32,8 @@ class OwnRecord:
         """Who can dial this node without a relay, as peers found that were asked
         (`shoal.swarm.p2p.reachability.reach_of`).
         """
+        self.traffic: Callable[[], tuple[int, int]] = lambda: (0, 0)
+        """Returns the bytes that this node sent and received so far."""
         self.exchanges: Callable[[], tuple[bool, float]] = lambda: (False, 0.0)
         """Returns whether exchanges go past a relay (`shoal.swarm.p2p.punch`), and the bytes a
         second that they move.
@@ -50,23 +53,29 @@ class OwnRecord:
 
         Raises pydantic's ValidationError if `Member` does not allow a field, or lacks one.
         """
+        link = self.link()
         return Member(
             swarm=self._swarm,
             peer=self._peer,
             addresses=self._addresses()[:MAX_ADDRESSES],
-            **self.reach(),
+            reach=link.reach,
+            throughput=link.bytes_per_s,
             issued=self._now(),
             admission=self._ticket(),
             change=self.change(),
             **fields,
         )
 
-    def reach(self) -> dict[str, Any]:
-        """Return by which way others reach this node, and the bytes a second of its exchanges:
-        fields of a `Member`.
-        """
-        punched, throughput = self.exchanges()
+    def link(self) -> LinkUse:
+        """Return what this node moves, and by which way others reach it."""
+        sent, received = self.traffic()
+        punched, bytes_per_s = self.exchanges()
         reach = self.dialled
         if reach != "direct" and any("/p2p-circuit" in one for one in self._addresses()):
             reach = "punched" if punched else "relayed"
-        return {"reach": reach, "throughput": rate(throughput)}
+        return LinkUse(
+            bytes_sent=min(sent, MAX_BYTES),
+            bytes_received=min(received, MAX_BYTES),
+            bytes_per_s=rate(bytes_per_s),
+            reach=reach,
+        )

@@ -19,7 +19,6 @@ from shoal.swarm.p2p.seed_request import ANSWER_S, addresses_of, ask_seed
 from shoal.swarm.p2p.stream import Stream, short
 from shoal.swarm.wire.envelope import MAX_BYTES, MAX_COUNT, pack, seal, unpack
 from shoal.swarm.wire.messages import (
-    GONE,
     MAX_MANIFEST,
     MAX_TOPICS,
     SEED_PROTOCOL,
@@ -29,6 +28,7 @@ from shoal.swarm.wire.messages import (
     SwarmsReply,
     SwarmsRequest,
 )
+from shoal.swarm.wire.record import GONE
 
 if TYPE_CHECKING:
     from shoal.swarm.membership.directory import Directory

@@ -23,7 +23,6 @@ from shoal.swarm.p2p.addresses import by_turns, range_of
 from shoal.swarm.p2p.stream import short
 from shoal.swarm.wire.envelope import pack, peek, unseal
 from shoal.swarm.wire.messages import (
-    GONE,
     MAX_CONTACTS,
     MAX_LISTED,
     MAX_NAMED,
@@ -35,6 +34,7 @@ from shoal.swarm.wire.messages import (
     SwarmsReply,
     SwarmsRequest,
 )
+from shoal.swarm.wire.record import GONE
 
 log = logging.getLogger(__name__)
 

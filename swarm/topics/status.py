@@ -16,12 +16,12 @@ import contextlib
 import logging
 import threading
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Generic, Literal
+from typing import Annotated, Any, Generic
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from shoal.swarm.errors import MessageError
 from shoal.swarm.figures import amount
@@ -32,147 +32,80 @@ from shoal.swarm.topics.receipts import Receipts, Work
 from shoal.swarm.topics.tally import NAME, Tally
 from shoal.swarm.wire.envelope import (
     KIB,
-    MAX_BYTES,
     MAX_REAL,
     Address,
-    Bytes,
     Count,
     Label,
     M,
     Message,
     Moment,
     PeerId,
-    Rate,
-    Reach,
     Real,
-    Reason,
-    Seconds,
-    Share,
     SwarmId,
-    Token,
     real,
 )
+from shoal.swarm.wire.record import NodeRecord, Round
 
-ROUNDS = 6  # in one status, so that a watcher who misses some still sees every round
-PARTNERS = 8  # of a round that are named
+# Rounds in one status, so that a watcher who misses some still sees every round.
+ROUNDS = 6
 ADDRESSES = 4
-BANNED = 8
-FAULTS = 12
-PER_SECOND = 10.0  # statuses of all nodes together, about: in a larger swarm each sends fewer
-PROJECTED = 16  # sums in a projection
-OWN_ERROR = "an error in this node's own code, and not in the network"
-TAIL = 8  # characters from the end of a peer id by which a partner is named
+# Statuses of all nodes together, about: in a larger swarm each sends fewer.
+PER_SECOND = 10.0
+# Sums in a projection.
+PROJECTED = 16
 
-Tail = Annotated[str, Field(pattern=r"^[1-9A-HJ-NP-Za-km-z]{8}$")]
+Projection = tuple[
+    Count,
+    Real,
+    Annotated[tuple[Real, ...], Field(min_length=PROJECTED, max_length=PROJECTED)],
+]
+"""The number of an exchange, and of the slow weights after it the norm and a random projection
+(`shoal.optim.outer.weights`)."""
 
 
-def lag_label(lag: int, auto: bool, late: int) -> str:
+def lag_label(lag_steps: int, auto: bool, late: int) -> str:
     """Return the inner steps that training goes on during an exchange, for people; - where it waits
     for each.
     """
-    return (
-        "-"
-        if not lag
-        else f"{lag}" + (" auto" if auto else "") + (f", {late} late" if late else "")
-    )
+    if not lag_steps:
+        return "-"
+    chosen = " auto" if auto else ""
+    return f"{lag_steps}{chosen}" + (f", {late} late" if late else "")
 
 
 def tokens_label(tokens_per_s: float, mfu: float | None) -> str:
     """Return tokens a second without waiting, and the share of the GPU's peak where it is known,
     for people.
     """
-    return (
-        "-"
-        if not tokens_per_s
-        else f"{tokens_per_s:,.0f}" + ("" if mfu is None else f" ({100 * mfu:.0f} % MFU)")
-    )
+    if not tokens_per_s:
+        return "-"
+    return f"{tokens_per_s:,.0f}" + ("" if mfu is None else f" ({100 * mfu:.0f} % MFU)")
 
 
-def reach_label(reach: str, throughput: float) -> str:
+def reach_label(reach: str, bytes_per_s: float) -> str:
     """Return how a node is reached, and what its exchanges move, for people."""
-    return reach + (f", {amount(throughput, 'B/s')}" if throughput else "")
+    return reach + (f", {amount(bytes_per_s, 'B/s')}" if bytes_per_s else "")
 
 
-class RoundStatus(BaseModel):
-    """One round of a node: ``sent`` and ``received`` bytes, ``loss`` in nats (mean over its inner
-    steps), ``wait_s`` seconds.
+class Status(Message, NodeRecord):
+    """A node's record now, and its newest rounds, oldest first; ``issued`` in Unix seconds.
 
-    ``members`` are in the mean, with the node itself; ``partners`` names the first of the others by
-    the end of their peer ids.
-    """
-
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
-    round: Count
-    step: Count
-    loss: Real | None
-    members: Annotated[int, Field(ge=1, le=1_000_000)]
-    partners: Annotated[tuple[Tail, ...], Field(max_length=PARTNERS)] = ()
-    sent: Bytes
-    received: Bytes
-    wait_s: Seconds
-
-
-class Status(Message):
-    """One node, now.
-
-    ``issued`` in Unix seconds; ``sent`` and ``received`` are the bytes of its whole run; ``doing``:
-    evaluating.
-
-    ``tokens_per_s``, ``mfu``, ``lag``, ``lag_auto``, ``late``, ``reach`` and ``throughput``: see
-    `wire.messages.Member`.
-
-    ``rounds``: its newest, oldest first; ``why`` the last of them had no partner, if so.
-    ``reward``, ``rollouts_own`` and ``rollouts_foreign`` (groups learnt from, in all) are of
-    reinforcement learning, ``claims``, ``checked``, ``invalid`` and ``banned`` of verification;
-    None where there is none. ``faults``: kind of fault -> count. ``projection``: the number of a
-    recent exchange, and of the slow weights after it the norm and a random projection
-    (`shoal.optim.outer.weights`). ``peers``: about how many members the swarm has, where the author
-    sees one bucket of it.
+    ``progress.swarm_size`` is said only where the author sees one bucket of the swarm, and
+    ``progress.members`` never.
     """
 
     KIND = "status"
+    VERSION = 2
     LIMIT = 8 * KIB
     AUTHOR = "peer"
     swarm: SwarmId
     peer: PeerId
     name: Label
     addresses: Annotated[tuple[Address, ...], Field(max_length=ADDRESSES)]
-    state: Literal["waiting", "training", "leaving", "done"]
-    doing: Label | None = None
-    round: Count
-    step: Count
-    loss: Real | None
-    steps_per_s: Rate
-    sent: Bytes
-    received: Bytes
-    rounds: Annotated[tuple[RoundStatus, ...], Field(max_length=ROUNDS)] = ()
-    why: Reason = ""
-    reward: Real | None = None
-    rollouts_own: Count | None = None
-    rollouts_foreign: Count | None = None
-    claims: Count | None = None
-    checked: Count | None = None
-    invalid: Count | None = None
-    banned: Annotated[tuple[PeerId, ...], Field(max_length=BANNED)] = ()
-    faults: Annotated[tuple[tuple[Token, Count], ...], Field(max_length=FAULTS)] = ()
-    issued: Moment
     version: Label
-    tokens_per_s: Rate = 0.0
-    mfu: Share | None = None
-    lag: Count = 0
-    lag_auto: bool = False
-    late: Count = 0
-    projection: (
-        tuple[
-            Count,
-            Real,
-            Annotated[tuple[Real, ...], Field(min_length=PROJECTED, max_length=PROJECTED)],
-        ]
-        | None
-    ) = None
-    peers: Count | None = None
-    reach: Reach = "unknown"
-    throughput: Rate = 0.0
+    issued: Moment
+    rounds: Annotated[tuple[Round, ...], Field(max_length=ROUNDS)] = ()
+    projection: Projection | None = None
 
 
 log = logging.getLogger(__name__)
@@ -271,16 +204,10 @@ class StatusReporter:
         self._saver = threading.Thread()
         self._projected = 0.0
         self._lock = threading.Lock()
-        self._now: dict[str, Any] = {
-            "state": "waiting",
-            "round": 0,
-            "step": 0,
-            "loss": None,
-            "steps_per_s": 0.0,
-        }
-        self._rounds: deque[RoundStatus] = deque(maxlen=ROUNDS)
-        self._faults: Counter[str] = Counter()
-        self._more: dict[str, Any] = {}
+        self._record = NodeRecord()
+        self._doing: str | None = None
+        self._rounds: deque[Round] = deque(maxlen=ROUNDS)
+        self._projection: Projection | None = None
         directory = membership.directory
         self._publisher = RecordPublisher(membership.gossip, Status, self.status, directory.size)
         receipts = self.tally.receipts
@@ -300,73 +227,44 @@ class StatusReporter:
         place = range_met(author, member.addresses, self._membership.host.met)
         self.tally.take(receipts, self._receipts.topic.sealed, place)
 
-    def progress(self, now: Mapping[str, Any]) -> None:
-        """Note the progress of training: the fields of `Status` about it."""
+    def progress(self, record: NodeRecord) -> None:
+        """Note this node's record as of now."""
         with self._lock:
-            before = self._now
-            self._now = dict(now)
-        if now["state"] != before["state"]:
+            before = self._record
+            self._record = record
+        if record.progress.state != before.progress.state:
             self._publisher.hint()
         if self._clock() - self._saved >= SAVE_S and not self._saver.is_alive():
             self._saved = self._clock()
-            self._saver = threading.Thread(
-                target=self.tally.save, name="shoal-tally", daemon=True
-            )  # a disk may hang
+            # A disk may hang.
+            self._saver = threading.Thread(target=self.tally.save, name="shoal-tally", daemon=True)
             self._saver.start()
 
     def doing(self, what: str) -> None:
         """Note what the node does besides its inner steps; shown in place of its state."""
         with self._lock:
-            self._more["doing"] = what
+            self._doing = what
         self._publisher.hint()
 
     def round(
         self,
-        members: Sequence[str],
-        *,
-        round: int,
-        step: int,
-        loss: float | None,
-        sent: int,
-        received: int,
-        wait_s: float,
-        suspicious: int = 0,
-        odd: bool = False,
-        why: str = "",
-        error: str = "",
-        projection: tuple[float, ...] = (),
+        done: Round,
+        record: NodeRecord,
+        partners: Sequence[str],
         tokens: int = 0,
+        projection: tuple[float, ...] = (),
     ) -> None:
-        """Note a finished round; ``members``: the peer ids in its mean; bytes, seconds and
-        ``tokens`` (trained here) are its own.
+        """Note a finished round, and the record after it.
 
-        ``projection``: that of the slow weights after it (`shoal.optim.outer.weights`), or empty
-        where it is not known. ``odd``: without a partner because the number of peers was odd, which
-        is no fault. ``why``: without one, in words. ``error``: the first line of the error of this
-        node's own code that ended it.
+        ``partners``: peer ids of the others in its mean; ``tokens``: trained here in it.
+        ``projection``: that of the slow weights after it, or empty where it is not known.
         """
-        partners = [peer for peer in members if peer != self._membership.host.peer_id]
-        others = [peer[-TAIL:] for peer in partners]
-        self.tally.took(
-            partners, Work(1, 1 / max(len(partners), 1), tokens / max(len(partners), 1))
-        )
-        done = RoundStatus(
-            round=round,
-            step=step,
-            loss=real(loss),
-            members=max(len(members), 1),
-            partners=tuple(others[:PARTNERS]),
-            sent=min(sent, MAX_BYTES),
-            received=min(received, MAX_BYTES),
-            wait_s=max(wait_s, 0.0),
-        )
+        others = max(len(partners), 1)
+        self.tally.took(partners, Work(1, 1 / others, tokens / others))
         with self._lock:
+            self._record = record
             self._rounds.append(done)
-            self._more["why"] = f"{OWN_ERROR} ({error})" if error else why
-            self._note_projection(round, projection)
-            alone = self._membership.manifest.outer.alone
-            self._faults["no-partner"] += not (others or odd or error or alone)
-            self._faults["refused"] += suspicious
+            self._note_projection(done.round, projection)
         self._publisher.hint()
 
     def _note_projection(self, number: int, projection: tuple[float, ...]) -> None:
@@ -380,9 +278,9 @@ class StatusReporter:
         if len(projection) != PROJECTED + 1 or not all(
             abs(part) <= MAX_REAL for part in projection
         ):  # of weights gone wrong
-            self._more["projection"] = None
+            self._projection = None
             return
-        known = self._more.get("projection")
+        known = self._projection
         if (
             known is None
             or self._clock() >= self._projected + HELD_S
@@ -390,63 +288,53 @@ class StatusReporter:
         ):
             # The digits that a distance of a millionth needs: more would make recordings longer.
             *sums, norm = (float(f"{part:.7g}") for part in projection)
-            self._more["projection"], self._projected = (number, norm, tuple(sums)), self._clock()
+            self._projection = (number, norm, tuple(sums))
+            self._projected = self._clock()
 
     def event(self, event: str, **fields: Any) -> None:
-        """Note an event of the metrics besides rounds: ``rl`` and ``verify`` are of interest
-        here.
-        """
+        """Note in the tally whose rollouts and votes an event of the metrics tells of."""
         with self._lock:
             if event == "rl":
-                self._more["reward"] = real(fields["reward"])
-                for name in ("own", "foreign"):
-                    self._more[f"rollouts_{name}"] = (
-                        self._more.get(f"rollouts_{name}", 0) + fields[name]
-                    )
                 for peer, reward in fields["used"]:
                     self.tally.took([peer], Work(rollouts=1, reward=real(reward) or 0.0))
                 self.tally.made(rollouts=fields["shared"])
             elif event == "verify":
-                self._more["banned"] = tuple(fields["banned"][:BANNED])
                 for peer, count in fields["votes"].items():
                     self.tally.took([peer], Work(votes=count))
                 self.tally.made(votes=fields["voted"])
 
-    def verified(self, report: Mapping[str, int]) -> None:
-        with self._lock:
-            self._more |= {
-                "claims": report["claimed"],
-                "checked": report["checked"],
-                "invalid": report["invalid"],
-            }
-
     def status(self) -> Status:
+        """Return the status as of now: traffic and faults go on while training stands still."""
         host = self._membership.host
         directory = self._membership.directory
-        in_a_bucket = bool(self._membership.manifest.bucket) and (size := directory.size()) > len(
-            directory.members()
-        )
+        size = directory.size()
+        is_part = bool(self._membership.manifest.bucket) and size > len(directory.members())
         with self._lock:
-            now = dict(self._now)
-            more = dict(self._more)
+            record = self._record
+            doing = self._doing
             rounds = tuple(self._rounds)
-            counted = {"daemon-restarts": host.restarts, "internal": host.internal_errors.total}
-            faults = self._faults + Counter(counted)
+            projection = self._projection
+        progress = {"doing": doing, "members": None, "swarm_size": size if is_part else None}
+        faults = {
+            "daemon_restarts": host.restarts,
+            "internal_errors": host.internal_errors.total,
+        }
         return Status(
             swarm=self._membership.swarm,
             peer=host.peer_id,
             name=self._name,
             addresses=host.addresses()[:ADDRESSES],
-            sent=min(host.traffic.sent, MAX_BYTES),
-            received=min(host.traffic.received, MAX_BYTES),
-            rounds=rounds,
-            faults=tuple(sorted(faults.items())),
-            issued=time.time(),
             version=SHOAL_VERSION,
-            peers=size if in_a_bucket else None,
-            **directory.own_record.reach(),
-            **now,
-            **more,
+            issued=time.time(),
+            progress=record.progress.model_copy(update=progress),
+            exchanges=record.exchanges,
+            link=directory.own_record.link(),
+            loss=record.loss,
+            faults=record.faults.model_copy(update=faults),
+            rollouts=record.rollouts,
+            checks=record.checks,
+            rounds=rounds,
+            projection=projection,
         )
 
     def close(self) -> None:

@@ -32,7 +32,8 @@ from shoal.swarm.p2p.newest import Newest
 from shoal.swarm.p2p.stream import short
 from shoal.swarm.refusals import listed
 from shoal.swarm.wire.envelope import Sketch
-from shoal.swarm.wire.messages import MAX_MISSING, Member
+from shoal.swarm.wire.messages import Member
+from shoal.swarm.wire.record import MAX_MISSING
 
 # A record is renewed every 5 s and read every 5 s: last signs of peers that were cut off together
 # differ by both and a margin.
@@ -384,9 +385,31 @@ class Diagnosis:
         return {
             **self.stats.report(),
             "internal_errors": self.stats.errors.total,
-            "wait_s": sum(self._waits) / len(self._waits) if self._waits else 0.0,
+            "wait_s": self._round_wait_s(),
             "partnerless": self._partnerless,
             "sketch": self._sketch(),
+            **(suspected.fields() if suspected is not None else {}),
+        }
+
+    def _round_wait_s(self) -> float:
+        return sum(self._waits) / len(self._waits) if self._waits else 0.0
+
+    def seconds(self) -> dict[str, float]:
+        """Return the fields of `shoal.swarm.wire.record.Exchanges` that are recent seconds."""
+        return {
+            "exchange_s": self.stats.report()["exchange_s"],
+            "round_wait_s": self._round_wait_s(),
+        }
+
+    def faults(self) -> dict[str, Any]:
+        """Return the fields of `shoal.swarm.wire.record.Faults` about others and the network."""
+        report = self.stats.report()
+        suspected = self.absence.suspected
+        return {
+            "recent": report["exchanges"],
+            "failures": report["failures"],
+            "blamed": report["blamed"],
+            "partnerless": self._partnerless,
             **(suspected.fields() if suspected is not None else {}),
         }
 

@@ -32,7 +32,8 @@ from shoal.swarm.membership.membership import Membership
 from shoal.swarm.p2p.stream import short
 from shoal.swarm.settings.outer import MAX_GROUP, OuterSettings
 from shoal.swarm.wire.envelope import SHORT_NAME, real
-from shoal.swarm.wire.messages import MAX_MISSING, Member, MemberEnd
+from shoal.swarm.wire.messages import Member, MemberEnd
+from shoal.swarm.wire.record import MAX_MISSING
 
 PROTOCOLS = GroupProtocols(
     leader="/shoal/end/1", decision="/shoal/end-decision/1", payload="/shoal/end-payload/1"

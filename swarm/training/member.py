@@ -12,12 +12,11 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from shoal.optim import FLOAT32, OuterOptimizer, RoundInfo
 from shoal.swarm.exchange.pair.exchange import PairExchange
-from shoal.swarm.exchange.robust import DistanceScreen, RejectedUpdate
+from shoal.swarm.exchange.robust import DistanceScreen
 from shoal.swarm.membership.directory import State as DirectoryState
 from shoal.swarm.membership.membership import SHOAL_VERSION, Membership
 from shoal.swarm.p2p.addresses import range_met
@@ -32,8 +31,10 @@ from shoal.swarm.topics.status import StatusReporter
 from shoal.swarm.training.diagnosis import Diagnosis, LagReport, Notice
 from shoal.swarm.training.factories import Rates
 from shoal.swarm.training.last_average import EndReport
+from shoal.swarm.training.record_keeper import RecordKeeper, RoundReport
 from shoal.swarm.training.shard import Shard
-from shoal.swarm.wire.envelope import Sketch, rate, real, share
+from shoal.swarm.wire.envelope import MAX_BYTES, Sketch, rate, real, share
+from shoal.swarm.wire.record import MAX_PARTNERS, TAIL, NodeRecord, Round
 
 if TYPE_CHECKING:
     from shoal.swarm.exchange.group.exchange import GroupExchange
@@ -210,33 +211,6 @@ class OuterSync:
 
 LEAVE_S = 2.0  # seconds to tell the swarm that this node leaves
 STANDING = Rates()
-PROGRESS = (
-    "state",
-    "round",
-    "step",
-    "loss",
-    "steps_per_s",
-)  # what a member's record and its status both have
-
-
-@dataclass(frozen=True)
-class RoundReport:
-    """Traffic, waiting time and refused contributions of one round."""
-
-    sent: int
-    """Bytes that this node sent since the round before, of any kind."""
-    received: int
-    wait_s: float
-    """Seconds that training stood still for the exchange."""
-    rejected: list[RejectedUpdate]
-    odd: bool = False
-    """True without a partner because the number of peers was odd."""
-    why: str = ""
-    """Why the round had no partner, for people; nothing if it had one."""
-    error: str = ""
-    """The first line of the error of this node's own code that ended the exchange; then ``why``
-    says nothing.
-    """
 
 
 class TrainingMember:
@@ -277,8 +251,8 @@ class TrainingMember:
         self.shard = shard
         self.exchange = exchange
         self.lag_report = LagReport(opt, membership.host.traffic.rate, clock)
-        self.ended = False
-        """True once this node's last step is done, which others see (``Member.ended``)."""
+        self.records = RecordKeeper(membership, opt, self.lag_report)
+        """Counts what this node's record states."""
         self._end: EndReport | None = None
         self.reporter: StatusReporter | None = None
         """Sends this node's status to those who watch the swarm, once it is set."""
@@ -331,7 +305,7 @@ class TrainingMember:
             "model": self._model,
             "state": state,
             "version": SHOAL_VERSION,
-            "ended": self.ended,
+            "ended": self.records.finished,
             "end": None if self._end is None else self._end.record(self._name),
         }
 
@@ -342,6 +316,9 @@ class TrainingMember:
 
         Returns at once.
         """
+        self.records.state = state
+        self.records.rates = rates
+        self.records.lost(training=loss)
         fields = self.fields(state, loss, rates.steps_per_s)
         speed = {
             "tokens_per_s": rate(rates.tokens_per_s),
@@ -349,11 +326,15 @@ class TrainingMember:
             **self.lag_report.details(),
         }
         if self.reporter is not None:
-            self.reporter.progress({name: fields[name] for name in PROGRESS} | speed)
+            self.reporter.progress(self.record())
         details = {} if self._sync is None else self._sync.diagnosis.details()
         if self._end is not None:
             details |= {"sketch": None, "missing_names": ()}  # a record has no room for all
         self._membership.directory.announce(**fields, **details, **speed)
+
+    def record(self) -> NodeRecord:
+        """Return this node's record as of now, with what was announced last."""
+        return self.records.record(None if self._sync is None else self._sync.diagnosis)
 
     def start_counting(self) -> None:
         """Leave the bytes sent and received up to now out of the first round."""
@@ -390,6 +371,7 @@ class TrainingMember:
         diagnosis.waited(wait_s)
         diagnosis.rejected(rejections)
         self.lag_report.on_round(info, wait_s, report.sent)
+        self.records.round(info, report)
         return report
 
     def _range(self, peer: str) -> str:
@@ -403,22 +385,22 @@ class TrainingMember:
         nats.
         """
         tokens, self._tokens = self._opt.tokens - self._tokens, self._opt.tokens
-        if self.reporter is not None:
-            self.reporter.round(
-                info.members,
-                tokens=max(tokens, 0),
-                round=info.key.round,
-                step=info.step,
-                loss=loss,
-                sent=report.sent,
-                received=report.received,
-                wait_s=report.wait_s,
-                suspicious=len(report.rejected),
-                odd=report.odd,
-                why=report.why,
-                error=report.error,
-                projection=self._opt.projection_of(info.key.fragment),
-            )
+        if self.reporter is None:
+            return
+        me = self._membership.identity.peer_id
+        partners = [peer for peer in info.members if peer != me]
+        done = Round(
+            round=info.key.round,
+            step=info.step,
+            members=max(len(info.members), 1),
+            partners=tuple(peer[-TAIL:] for peer in partners[:MAX_PARTNERS]),
+            bytes_sent=min(report.sent, MAX_BYTES),
+            bytes_received=min(report.received, MAX_BYTES),
+            wait_s=max(report.wait_s, 0.0),
+            loss=real(loss),
+        )
+        projection = self._opt.projection_of(info.key.fragment)
+        self.reporter.round(done, self.record(), partners, max(tokens, 0), projection)
 
     def trained_alone(self) -> str:
         """Return a sentence if nothing was ever exchanged though others were there, else
@@ -443,7 +425,7 @@ class TrainingMember:
         """Tell the swarm at once that this node's last step is done: it is in no more rounds, and
         averages once more.
         """
-        self.ended = True
+        self.records.finished = True
         self.announce("training", loss, rates)
         self._membership.directory.renew()
 

@@ -61,7 +61,8 @@ from shoal.swarm.training.factories import (
 )
 from shoal.swarm.training.last_average import EndReport, LastAverage, averages_at_end, end_loop
 from shoal.swarm.training.loaded_state import LoadedState, of_later_round, settle
-from shoal.swarm.training.member import RoundReport, TrainingMember
+from shoal.swarm.training.member import TrainingMember
+from shoal.swarm.training.record_keeper import RoundReport
 from shoal.swarm.training.session_setup import (
     SessionError,
     SessionExchange,

@@ -175,7 +175,8 @@ Sketch = tuple[
 """A round and fragment, and a sketch of the slow weights of that fragment after it
 (`shoal.swarm.state.resync`).
 """
-Seconds = Annotated[float, Field(ge=0, le=1e9)]
+MAX_SECONDS = 1e9
+Seconds = Annotated[float, Field(ge=0, le=MAX_SECONDS)]
 Moment = Annotated[float, Field(ge=0, le=MAX_COUNT)]
 """Unix seconds."""
 Rate = Annotated[float, Field(ge=0, le=MAX_RATE), AfterValidator(_rate)]
@@ -265,7 +266,8 @@ ENVELOPE = 160  # bytes that a seal adds to a packed message, at most
 _ARRAY_LENGTH = 16
 _MAP_LENGTH = 64
 _ARRAYS = 64
-_MAPS = 8
+# A status has 1 + 7 groups + 6 rounds.
+_MAPS = 16
 _HEAD = 96  # bytes that surely hold the kind and version
 _DECODE_ERRORS = (
     ValueError,

@@ -41,12 +41,7 @@ from shoal.swarm.wire.envelope import (
     Token,
     Weight,
 )
-
-MAX_MISSING = 4  # names of other members in a record: of the missing, and of those it ended with
-
-
-GONE = ("leaving", "done")
-"""States of a member that others forget."""
+from shoal.swarm.wire.record import MAX_MISSING
 
 
 class MemberEnd(BaseModel):

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from shoal.node.verify.finding import Finding
 from shoal.node.verify.peers import rules_of
+from shoal.optim import RoundInfo
 from shoal.optim.codecs.base import FLOAT32
 from shoal.optim.exchange.base import Contribution, RoundKey
 from shoal.swarm.access.invitation import MAX_USES, admission, entry_of, expiry, issue
@@ -35,6 +36,7 @@ from shoal.swarm.topics.verification_log import LogReply, LogServer
 from shoal.swarm.training.diagnosis import Diagnosis
 from shoal.swarm.training.factories import Rates
 from shoal.swarm.training.member import TrainingMember
+from shoal.swarm.training.record_keeper import RoundReport
 from shoal.swarm.training.shard import Shard
 from shoal.swarm.wire.envelope import FAILURES, MAX_COUNT, Message, pack, seal, unpack, unseal
 from shoal.swarm.wire.messages import (
@@ -85,39 +87,39 @@ def recorded(fields, **more):
     return made
 
 
-@given(
-    anything | st.none(), anything, anything, anything | st.none(), rounds, rounds, st.booleans()
-)
-def test_a_record_holds_whatever_training_comes_to(loss, speed, tokens, mfu, round, step, leaving):
-    opt = SimpleNamespace(round=round, steps=step, lag=3, lag_auto=True)
-    said = []
-
-    def announce(**fields):
-        said.append(fields)
-
-    directory = SimpleNamespace(announce=announce, leave=lambda seconds: None)
-    traffic = SimpleNamespace(rate=lambda: None, sent=0, received=0)
-    place = SimpleNamespace(host=SimpleNamespace(traffic=traffic), directory=directory)
-    screen = SimpleNamespace(newcomers=Newcomers())
-    member = TrainingMember(
+def member_of(place, projection=(), **changes):
+    """A member at ``place`` whose optimizer has been through all that it can be."""
+    usual = {"round": 1, "steps": 1, "tokens": 1, "lag": 3, "lag_auto": True, "fragments": 1}
+    opt = SimpleNamespace(projection_of=lambda fragment: projection, **{**usual, **changes})
+    place.identity = SimpleNamespace(peer_id=ME.peer_id)
+    return TrainingMember(
         place,
         opt,
         SimpleNamespace(waited=0.0),
-        screen,
+        SimpleNamespace(newcomers=Newcomers()),
         model="0" * 64,
         name="x",
         shard=Shard(0, 1, 0),
     )
-    status = member.reporter = StatusReporter(watched(), "anna")
+
+
+@given(
+    anything | st.none(), anything, anything, anything | st.none(), rounds, rounds, st.booleans()
+)
+def test_a_record_holds_whatever_training_comes_to(loss, speed, tokens, mfu, round, step, leaving):
+    place = watched()
+    member = member_of(place, round=round, steps=step)
+    status = member.reporter = StatusReporter(place, "anna")
     if leaving:
         member.leave(loss, Rates(speed, tokens, mfu))
     else:
         member.announce("training", loss, Rates(speed, tokens, mfu))
-    found = recorded(said[0])
+    found = recorded(place.directory.said[0])
     shown = status.status()
     assert unpack(pack(shown), type(shown)) == shown
-    for one in (found, shown):
-        assert one.loss in (loss, None)
+    assert found.loss in (loss, None)
+    assert shown.loss.training in (loss, None)
+    for one in (found, shown.progress):
         assert one.steps_per_s in (speed, 0.0)
         assert one.tokens_per_s in (tokens, 0.0)
         assert one.mfu in (mfu, None)
@@ -165,25 +167,21 @@ HELD = {
 
 @given(bytes_moved, bytes_moved, st.floats(0, 1e9), anything, st.lists(anything, max_size=20))
 def test_a_status_holds_whatever_a_round_comes_to(sent, received, wait_s, loss, projection):
-    place = watched()
-    place.host.traffic.sent, place.host.traffic.received = sent, received
-    reporter = StatusReporter(place, "anna")
+    place = watched(sent=sent, received=received)
+    member = member_of(place, projection=tuple(projection))
+    reporter = member.reporter = StatusReporter(place, "anna")
     for number in range(9):
-        reporter.round(
-            [ME.peer_id, *(OTHER.peer_id,) * 20],
-            round=number,
-            step=MAX_COUNT,
-            loss=loss,
-            sent=sent,
-            received=received,
-            wait_s=wait_s,
-            suspicious=3,
-            why="x" * 600,
-            projection=tuple(projection),
-        )
+        key = RoundKey(SWARM, number, 0)
+        info = RoundInfo(key, (ME.peer_id, *(OTHER.peer_id,) * 20), MAX_COUNT, 0)
+        report = RoundReport(sent, received, wait_s, rejected=[None] * 3, why="x" * 600)
+        member.records.round(info, report)
+        member.report_round(info, report, loss)
     reporter.event("rl", reward=loss, own=2, foreign=3, used=[(OTHER.peer_id, loss)] * 3, shared=4)
     reporter.event("verify", banned=[OTHER.peer_id] * 99, votes={OTHER.peer_id: 2}, voted=3)
-    reporter.verified({"claimed": 2**40, "checked": 2**40, "invalid": 2**40})
+    member.records.learnt(reward=loss, own=2, foreign=3)
+    member.records.bans([OTHER.peer_id] * 99)
+    member.records.checked(claims=2**40, checked=2**40, invalid=2**40)
+    reporter.progress(member.record())
     status = reporter.status()
     assert unpack(pack(status), type(status)) == status
     receipts = reporter.tally.receipts()

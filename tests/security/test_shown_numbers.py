@@ -17,28 +17,40 @@ from shoal.swarm.membership.overview import overview, totals_said
 from shoal.swarm.settings.outer import OuterSettings
 from shoal.swarm.topics.status import Status
 from shoal.swarm.training.factories import steps_of_rounds
-from shoal.swarm.wire.envelope import MAX_RATE, MIN_RATE
+from shoal.swarm.wire.envelope import MAX_RATE, MAX_SHARE, MIN_RATE
 from shoal.swarm.wire.messages import Member
+from shoal.swarm.wire.record import Loss, Progress, Rollouts
 from tests.support.message_kinds import good, largest
 
 NOW = 1e9
 LEAST = {
     Member: {"steps_per_s": MIN_RATE, "tokens_per_s": MIN_RATE, "loss": -1e30, "issued": 0.0},
-    Status: {"steps_per_s": MIN_RATE, "tokens_per_s": MIN_RATE, "loss": -1e30, "reward": -1e30},
+    Status: {
+        "progress": Progress(state="training", steps_per_s=MIN_RATE, tokens_per_s=MIN_RATE),
+        "loss": Loss(training=-1e30),
+        "rollouts": Rollouts(reward=-1e30),
+    },
+}
+MOST = {
+    Member: {
+        "steps_per_s": MAX_RATE,
+        "tokens_per_s": MAX_RATE,
+        "loss": 1e30,
+        "state": "training",
+    },
+    Status: {
+        "progress": Progress(
+            state="training", steps_per_s=MAX_RATE, tokens_per_s=MAX_RATE, mfu=MAX_SHARE
+        ),
+        "loss": Loss(training=1e30),
+    },
 }
 
 
 def several(kind):
     """Three at the upper bounds, and three at the lower ones, each of another peer."""
     most, least = largest(kind), good(kind).model_copy(update=LEAST[kind])
-    most = most.model_copy(
-        update={
-            "steps_per_s": MAX_RATE,
-            "tokens_per_s": MAX_RATE,
-            "loss": 1e30,
-            "state": "training",
-        }
-    )
+    most = most.model_copy(update=MOST[kind])
     peers = [Identity.ephemeral().peer_id for _ in range(6)]
     return {
         peer: one.model_copy(update={"peer": peer})

@@ -17,9 +17,9 @@ import shoal.swarm
 from shoal.swarm.changes import MAX_PARTS, ChangePart
 from shoal.swarm.identity import Identity
 from shoal.swarm.topics.receipts import MAX_PEERS_NAMED
-from shoal.swarm.topics.status import RoundStatus
 from shoal.swarm.wire.envelope import Message
 from shoal.swarm.wire.messages import MemberEnd
+from shoal.swarm.wire.record import Checks, Faults, LinkUse, Loss, Progress, Rollouts, Round
 from shoal.verification.consensus.records import VoteRecord
 
 ME, OTHER = (Identity.ephemeral().peer_id for _ in range(2))
@@ -162,22 +162,22 @@ COMMON = {
     "mfu": 0.5,
     "leader": OTHER,
     "rounds": (
-        RoundStatus(
+        Round(
             round=1,
             step=1,
             loss=1.0,
             members=2,
             partners=("y" * 8,),
-            sent=1,
-            received=1,
+            bytes_sent=1,
+            bytes_received=1,
             wait_s=1.0,
         ),
     ),
-    "reward": 1.0,
-    "banned": (OTHER,),
-    "faults": (("refused", 1),),
+    "progress": Progress(state="training", doing="x", round=1, tokens_per_s=1.0, mfu=0.5),
+    "faults": Faults(failures=(("timeout", 1),), blamed=((OTHER, "timeout", 1),)),
+    "rollouts": Rollouts(reward=1.0),
+    "checks": Checks(banned=(OTHER,)),
     "projection": (1, 1.0, (0.5,) * 16),
-    "doing": "x",
     "tokens_per_s": 1.0,
     "lag": 1,
     "late": 1,
@@ -191,6 +191,7 @@ COMMON = {
 }
 """What a field of that name holds where its bounds do not say."""
 OWN = {
+    "status": {"link": LinkUse(), "loss": Loss(training=1.5)},
     "member": {"shard": 0, "shards": 2, "end": MemberEnd(members=2, names=("y",), loss_before=1.0)},
     "group-ready": {"shapes": bytes(32)},
     "invitation": {"key": None, "peer": OTHER, "uses": 1},
@@ -231,6 +232,8 @@ def good(kind):
         first = next(iter(_leaves(field.annotation, field.metadata, (name,))))
         if name in given:
             fields[name] = given[name]
+        elif isinstance(field.default, BaseModel):
+            fields[name] = field.default
         elif first.type in (int, float):
             fields[name] = first.type(first.bound("ge") or 0)
         elif first.type is bytes:

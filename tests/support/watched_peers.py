@@ -6,7 +6,9 @@ from shoal.node.watch.events import Heard
 from shoal.swarm.gossip.envelope import make_body, make_envelope
 from shoal.swarm.identity import Identity
 from shoal.swarm.manifest import swarm_id
-from shoal.swarm.topics.status import TAIL, RoundStatus, Status
+from shoal.swarm.topics.status import Status
+from shoal.swarm.wire.record import TAIL, Round
+from tests.support.records import in_groups
 
 SWARM = swarm_id(b"")
 
@@ -36,11 +38,11 @@ class Author:
             "loss": 4.0 / (number + 1),
             "members": 1 + len(partners),
             "partners": tuple(partner.tail for partner in partners),
-            "sent": 1000,
-            "received": 900,
+            "bytes_sent": 1000,
+            "bytes_received": 900,
             "wait_s": 0.1,
         }
-        return RoundStatus(**{**fields, **changes})
+        return Round(**{**fields, **changes})
 
     def status(self, *rounds, **changes):
         last = rounds[-1] if rounds else self.round(0)
@@ -52,15 +54,15 @@ class Author:
             "state": "training",
             "round": last.round,
             "step": last.step,
-            "loss": last.loss,
+            "training": last.loss,
             "steps_per_s": 5.0,
-            "sent": 1000,
-            "received": 900,
+            "bytes_sent": 1000,
+            "bytes_received": 900,
             "rounds": rounds,
             "issued": NOW,
             "version": "0.1.0",
         }
-        return Status(**{**fields, **changes})
+        return Status(**in_groups(Status, {**fields, **changes}))
 
     def heard(self, *rounds, at=NOW, **changes):
         return Heard(

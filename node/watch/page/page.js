@@ -28,10 +28,10 @@ const number = (value, digits = 3) => (value === null || value === undefined ? "
 const tokens = (value, mfu) => (value ? value.toLocaleString("en", { maximumFractionDigits: 0 }) : "–") + (mfu == null ? "" : ` (${(100 * mfu).toFixed(0)} % MFU)`);
 
 // How many steps training goes on during an exchange; 0 waits for each.
-const lag = (p) => (p.lag ? `${p.lag}${p.lag_auto ? " auto" : ""}${p.late ? `, ${p.late} late` : ""}` : "–");
+const lag = ({ exchanges: e }) => (e.lag_steps ? `${e.lag_steps}${e.lag_auto ? " auto" : ""}${e.late ? `, ${e.late} late` : ""}` : "–");
 
 // How others reach it, and what its exchanges move each way.
-const reach = (p) => (p.reach || "unknown") + (p.throughput ? `, ${bytes(p.throughput)}/s` : "");
+const reach = ({ link }) => link.reach + (link.bytes_per_s ? `, ${bytes(link.bytes_per_s)}/s` : "");
 
 // What others signed of its work, and how many they are.
 function work(p) {
@@ -59,10 +59,10 @@ function tiles(picture) {
   const rounds = t.round_min === null ? "–" : t.round_min === t.round_max ? `${t.round_min}` : `${t.round_min} to ${t.round_max}`;
   const shown = [
     ["Peers", t.sampled ? `about ${t.size.toLocaleString("en")} (estimated from ${t.peers})` : `${t.peers} of ${t.known}`], ["Round", rounds], ["Loss", number(t.loss)], ["Consensus distance", distance(apart[apart.length - 1])],
-    ["Steps/s", number(t.steps_per_s, 1)], ["Tokens/s", tokens(t.tokens_per_s)], ["Sent/s", bytes(t.sent_per_s)], [t.sampled ? "Sent in all, by those" : "Sent in all", bytes(t.sent)],
+    ["Steps/s", number(t.steps_per_s, 1)], ["Tokens/s", tokens(t.tokens_per_s)], ["Sent/s", bytes(t.bytes_sent_per_s)], [t.sampled ? "Sent in all, by those" : "Sent in all", bytes(t.bytes_sent)],
   ];
   if (t.reward !== null) shown.push(["Reward", number(t.reward)]);
-  if (t.rollouts_own !== null) shown.push(["Groups learnt, own + others'", `${t.rollouts_own} + ${t.rollouts_foreign}`]);
+  if (t.groups_own !== null) shown.push(["Groups learnt, own + others'", `${t.groups_own} + ${t.groups_foreign}`]);
   if (t.confirmed) {
     const c = t.confirmed, apart = c.rounds ? `, ${Math.round((100 * c.elsewhere) / c.rounds)} % across address ranges` : "";
     shown.push(["Confirmed by partners", plural(c.exchanges, "exchange"), `${tokens(c.tokens)} tokens${apart}`]);
@@ -117,11 +117,11 @@ function charts(picture) {
 }
 
 const COLUMNS = [
-  ["Peer", null], ["Role", (p) => p.roles.join(", ")], ["State", (p) => p.doing], ["Round", (p) => `${p.round}`], ["Step", (p) => `${p.step}`],
-  ["Loss", (p) => number(p.loss)], ["With", (p) => p.partners.slice(0, 3).join(", ") || p.why || "–"], ["Steps/s", (p) => number(p.steps_per_s, 1)],
-  ["Tokens/s", (p) => tokens(p.tokens_per_s, p.mfu)],
-  ["Lag", lag], ["Reach", reach], ["Up", (p) => `${bytes(p.sent_per_s)}/s`], ["Down", (p) => `${bytes(p.received_per_s)}/s`], ["Reward", (p) => number(p.reward)],
-  ["Confirmed", work], ["Faults", (p) => p.faults_text || "–"], ["Heard", (p) => `${p.age.toFixed(0)} s ago`],
+  ["Peer", null], ["Role", (p) => p.roles.join(", ")], ["State", (p) => p.doing], ["Round", (p) => `${p.round}`], ["Step", (p) => `${p.progress.step}`],
+  ["Loss", (p) => number(p.loss.training)], ["With", (p) => p.partners.slice(0, 3).join(", ") || p.exchanges.why || "–"], ["Steps/s", (p) => number(p.progress.steps_per_s, 1)],
+  ["Tokens/s", (p) => tokens(p.progress.tokens_per_s, p.progress.mfu)],
+  ["Lag", lag], ["Reach", reach], ["Up", (p) => `${bytes(p.bytes_sent_per_s)}/s`], ["Down", (p) => `${bytes(p.bytes_received_per_s)}/s`], ["Reward", (p) => number(p.rollouts?.reward)],
+  ["Confirmed", work], ["Faults", (p) => p.faults_text || "–"], ["Heard", (p) => `${p.heard_s_ago.toFixed(0)} s ago`],
 ];
 
 const LONG = 24; // characters from which on a cell has several lines

@@ -34,7 +34,6 @@ def recording(authors, tmp_path):
     path = tmp_path / "swarm.jsonl"
     recorder = Recorder(path)
     for number in range(30):
-        faults = (("no-partner", 2),) if number > 20 else ()
         invalid = int(number > 5)
         if number < 15:
             recorder.take(
@@ -46,14 +45,14 @@ def recording(authors, tmp_path):
             "claims": number,
             "invalid": invalid,
             "projection": projection,
-            "faults": faults,
+            "without_partner": 2 * (number > 20),
         }
         more |= {"why": "<b>anna</b> did not answer in time"} if number > 14 else {}
         recorder.take(
             bert.heard(
                 bert.round(number, [anna] if number < 15 else []),
                 at=NOW + number,
-                sent=10**6 * number,
+                bytes_sent=10**6 * number,
                 **more,
             )
         )

@@ -45,7 +45,7 @@ def events(authors):
             anna.round(1, [bert]),
             at=NOW + 1,
             reward=0.5,
-            faults=(("no-partner", 1),),
+            without_partner=1,
             banned=(bert.peer,),
         ),
         MessageRefused(time=NOW + 2, reason="forged"),
@@ -155,16 +155,14 @@ def screen_events(authors):
             bert.heard(
                 *(bert.round(n, [anna]) for n in range(k)),
                 at=NOW + k,
-                lag=7,
+                lag_steps=7,
                 lag_auto=True,
                 late=k - 2,
             )
             for k in range(2, 5)
         ),
-        carl.heard(carl.round(0), at=NOW + 4, faults=(("no-partner", 1),), reward=0.5),
-        carl.heard(
-            carl.round(1), at=NOW + 5, faults=(("no-partner", 2),), reward=0.5, name="[b]carl[/b]"
-        ),
+        carl.heard(carl.round(0), at=NOW + 4, without_partner=1, reward=0.5),
+        carl.heard(carl.round(1), at=NOW + 5, without_partner=2, reward=0.5, name="[b]carl[/b]"),
         MessageRefused(time=NOW + 5, reason="forged"),
     ]
 

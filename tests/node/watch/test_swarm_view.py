@@ -54,11 +54,11 @@ def test_peers_and_totals(authors):
         Connected(time=NOW, peer=anna.peer),
         anna.heard(
             anna.round(3, [bert]),
-            sent=5000,
+            bytes_sent=5000,
             tokens_per_s=1500.0,
             mfu=0.25,
             reach="punched",
-            throughput=1.56e6,
+            bytes_per_s=1.56e6,
         ),
         bert.heard(bert.round(3, [anna]), tokens_per_s=500.5),
         carl.heard(carl.round(2)),
@@ -78,19 +78,20 @@ def test_peers_and_totals(authors):
         "unknown",
         "unknown",
     ]
-    assert [peer.get("mfu") for peer in page_data(view, ended=False)["peers"]] == [0.25, None, None]
-    assert (totals["sent"], totals["received"]) == (7000, 2700)
+    shown = page_data(view, ended=False)["peers"]
+    assert [peer["progress"]["mfu"] for peer in shown] == [0.25, None, None]
+    assert (totals["bytes_sent"], totals["bytes_received"]) == (7000, 2700)
     assert totals["loss"] == pytest.approx((1.0 + 1.0 + 4 / 3) / 3)
-    assert totals["claims"] is totals["rollouts_own"] is totals["reward"] is None
+    assert totals["claims"] is totals["groups_own"] is totals["reward"] is None
 
 
 def test_bucketed_swarm_size_is_estimated(authors):
     """Of a swarm of buckets size and speed are estimated by those heard of."""
     anna, bert, carl = authors
     view = view_of(
-        anna.heard(anna.round(3, [bert]), peers=1100, tokens_per_s=10.0),
-        bert.heard(bert.round(3, [anna]), peers=1200, tokens_per_s=20.0),
-        carl.heard(carl.round(3), peers=10**6, tokens_per_s=30.0),  # one lies
+        anna.heard(anna.round(3, [bert]), swarm_size=1100, tokens_per_s=10.0),
+        bert.heard(bert.round(3, [anna]), swarm_size=1200, tokens_per_s=20.0),
+        carl.heard(carl.round(3), swarm_size=10**6, tokens_per_s=30.0),  # one lies
     )
     totals = view.totals()
     assert (totals["peers"], totals["size"], totals["sampled"]) == (3, 1200, True)
@@ -109,7 +110,7 @@ def test_stated_size_without_buckets_is_ignored(authors):
     silent.
     """
     anna, bert, carl = authors
-    view = view_of(anna.heard(anna.round(3)), carl.heard(carl.round(3), peers=2**53))
+    view = view_of(anna.heard(anna.round(3)), carl.heard(carl.round(3), swarm_size=2**53))
     assert (view.totals()["size"], view.totals()["sampled"]) == (2, False)
     view.take(bert.heard(bert.round(3)))
     view.tick(NOW + 2 * SILENT_S)
@@ -134,7 +135,7 @@ def test_rounds_beyond_100000_are_themselves():
 
 def test_larger_heard_count_wins(authors):
     """Who was heard of is counted where that is more than was estimated."""
-    view = view_of(*(author.heard(author.round(3), peers=2) for author in authors))
+    view = view_of(*(author.heard(author.round(3), swarm_size=2) for author in authors))
     assert (view.totals()["size"], view.totals()["sampled"]) == (3, False)
     assert "3 of 3 peers" in headline(view)
 
@@ -143,7 +144,7 @@ def test_a_round_is_over_when_each_fragment_was_exchanged(authors):
     anna, bert, _ = authors
     title = Described(time=NOW, name="first", task="text", method="noloco", fragments=4)
     view = view_of(title, anna.heard(anna.round(10, [bert])), bert.heard(bert.round(12, [anna])))
-    assert {peer.status.name: peer.status.round for peer in view.peers.values()} == {
+    assert {peer.status.name: peer.round for peer in view.peers.values()} == {
         "anna": 2,
         "bert": 3,
     }
@@ -180,8 +181,8 @@ def test_restored_node_goes_on_from_there(authors):
 def test_rates_are_of_the_author_s_clock(authors):
     anna, *_ = authors
     view = view_of(
-        anna.heard(sent=0, received=0),
-        anna.heard(at=NOW + 9, issued=NOW + 2.0, sent=2000, received=500),
+        anna.heard(bytes_sent=0, bytes_received=0),
+        anna.heard(at=NOW + 9, issued=NOW + 2.0, bytes_sent=2000, bytes_received=500),
     )
     assert view.peers[anna.peer].sent_rate == 1000.0
     assert view.peers[anna.peer].received_rate == 250.0
@@ -208,12 +209,13 @@ def test_faults_and_verdicts_are_reported_when_they_grow(authors):
     view = view_of(
         bert.heard(),
         anna.heard(
-            faults=(("no-partner", 3),), invalid=1, checked=5, claims=2
+            without_partner=3, invalid=1, checked=5, claims=2
         ),  # from before anybody watched: no news
-        anna.heard(at=NOW + 1, faults=(("no-partner", 3),), invalid=1, checked=6, claims=2),
+        anna.heard(at=NOW + 1, without_partner=3, invalid=1, checked=6, claims=2),
         anna.heard(
             at=NOW + 2,
-            faults=(("no-partner", 4), ("refused", 1)),
+            without_partner=4,
+            contributions_refused=1,
             invalid=2,
             checked=7,
             claims=2,
@@ -237,14 +239,12 @@ def test_faults_and_verdicts_are_reported_when_they_grow(authors):
 
 def test_a_fault_of_every_round_does_not_flood_the_news(authors):
     anna = authors[0]
-    view = view_of(
-        anna.heard(), *(anna.heard(at=NOW + n, faults=(("no-partner", n),)) for n in range(1, 65))
-    )
+    view = view_of(anna.heard(), *(anna.heard(at=NOW + n, without_partner=n) for n in range(1, 65)))
     assert texts(view, "fault") == [
         f"anna found no partner in a round and kept its own step, {often} so far"
         for often in ("once", "twice", "4 times", "8 times", "16 times", "32 times", "64 times")
     ]
-    assert view.peers[anna.peer].faults == {"no-partner": 64}
+    assert view.peers[anna.peer].faults == {"without_partner": 64}
 
 
 def test_connections_and_refusals_are_counted(authors):
@@ -391,10 +391,12 @@ def test_chart_has_mean_band_and_gaps():
 def test_loss_is_drawn_over_wall_time(authors):
     """Loss is drawn over wall time and rates once a second."""
     anna, *_ = authors
-    view = view_of(*(anna.heard(anna.round(n), at=NOW + n / 2, sent=1000 * n) for n in range(8)))
+    view = view_of(
+        *(anna.heard(anna.round(n), at=NOW + n / 2, bytes_sent=1000 * n) for n in range(8))
+    )
     assert view.peers[anna.peer].loss_over_time.points == [(n / 2, 4.0 / (n + 1)) for n in range(8)]
     assert [x for x, _ in view.rates["steps_per_s"].points] == [0.0, 1.0, 2.0, 3.0]
-    assert view.rates["sent_per_s"].points[-1][1] == 2000.0
+    assert view.rates["bytes_sent_per_s"].points[-1][1] == 2000.0
 
 
 def projected(*values):
@@ -586,9 +588,7 @@ def refused(gate, data, publisher="somebody"):
 
 def test_a_status_is_opened(gate, authors):
     anna, bert, _ = authors
-    status = anna.status(
-        anna.round(3, [bert]), reward=0.25, banned=(bert.peer,), faults=(("no-partner", 2),)
-    )
+    status = anna.status(anna.round(3, [bert]), reward=0.25, banned=(bert.peer,), without_partner=2)
     assert gate.open("anybody", make_envelope(SWARM, make_body(status, anna.identity))) == status
 
 
@@ -653,17 +653,18 @@ def test_the_largest_status_fits():
     address = "/dns4/" + "a" * 200 + "/tcp/4001"
     status = author.status(
         *(
-            author.round(2**52 + n, others, sent=2**40, received=2**40, step=2**53)
+            author.round(2**52 + n, others, bytes_sent=2**40, bytes_received=2**40, step=2**53)
             for n in range(6)
         ),
         addresses=(address,) * 4,
         banned=tuple(other.peer for other in others),
-        faults=tuple((f"{'f' * 62}{n:02}", 2**53) for n in range(12)),
-        sent=2**40,
-        received=2**40,
+        without_partner=2**53,
+        daemon_restarts=2**53,
+        bytes_sent=2**40,
+        bytes_received=2**40,
         reward=0.1,
-        rollouts_own=2**53,
-        rollouts_foreign=2**53,
+        groups_own=2**53,
+        groups_foreign=2**53,
         claims=2**53,
         checked=2**53,
         invalid=2**53,

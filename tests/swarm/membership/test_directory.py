@@ -410,7 +410,7 @@ def test_record_says_its_way_and_throughput(dialled, addresses, punched, reach):
     )
     record.dialled = dialled
     record.exchanges = lambda: (punched, 1.5e6)
-    assert record.reach() == {"reach": reach, "throughput": 1.5e6}
+    assert (record.link().reach, record.link().bytes_per_s) == (reach, 1.5e6)
 
 
 class Board(LoopThread, Table):

@@ -21,7 +21,7 @@ from shoal.swarm.topics.status import Status
 from shoal.swarm.wire.envelope import pack, seal
 from shoal.swarm.wire.messages import GroupDecision, Offer
 from tests.support.fake_network import MODEL, SWARM
-from tests.support.records import member_of
+from tests.support.records import in_groups, member_of
 
 ELSEWHERE = "b" * 52
 HONEST, LIAR, GUEST, VICTIM = (Identity.ephemeral() for _ in range(4))
@@ -44,14 +44,11 @@ def status(**changes):
         "state": "training",
         "round": ROUND,
         "step": 1,
-        "loss": None,
         "steps_per_s": 1.0,
-        "sent": 0,
-        "received": 0,
         "issued": time.time(),
         "version": "0",
     }
-    return Status(**{**fields, **changes})
+    return Status(**in_groups(Status, {**fields, **changes}))
 
 
 def receipts(**changes):

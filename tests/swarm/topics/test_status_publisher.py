@@ -11,9 +11,9 @@ from shoal.swarm.topics.status import (
     GAP_S,
     PER_SECOND,
     RecordPublisher,
-    RoundStatus,
     Status,
 )
+from shoal.swarm.wire.record import Progress, Round
 from tests.support import gossip_nodes as nodes
 from tests.support.gossip_nodes import SWARM
 from tests.support.waiting import until
@@ -29,24 +29,18 @@ class Node(nodes.Node):
             peer=self.identity.peer_id,
             name="anna",
             addresses=(),
-            state="training",
-            round=self.made,
-            step=1,
-            loss=None,
-            steps_per_s=0.0,
-            sent=0,
-            received=0,
+            progress=Progress(state="training", round=self.made, step=1),
             issued=float(self.made),
             version="1",
             rounds=(
-                RoundStatus(
+                Round(
                     round=1,
                     step=1,
                     loss=1.0,
                     members=2,
                     partners=(),
-                    sent=1,
-                    received=1,
+                    bytes_sent=1,
+                    bytes_received=1,
                     wait_s=0.0,
                 ),
             ),

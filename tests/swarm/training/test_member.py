@@ -7,14 +7,19 @@ import pytest
 from shoal.optim import RoundInfo, RoundKey
 from shoal.swarm.exchange.contribution import ExchangeStats
 from shoal.swarm.exchange.robust import PATIENCE, Newcomers
+from shoal.swarm.internal_errors import InternalErrors
 from shoal.swarm.p2p.stream import short
+from shoal.swarm.settings.outer import OuterSettings
 from shoal.swarm.training.diagnosis import Diagnosis
 from shoal.swarm.training.factories import Rates
 from shoal.swarm.training.last_average import EndReport
 from shoal.swarm.training.member import LEAVE_S, TrainingMember
 from shoal.swarm.training.shard import Shard
 from shoal.swarm.wire.messages import MemberEnd
+from shoal.swarm.wire.record import LinkUse, Loss, Progress, Round
 
+BERT = "12D3KooWbert"
+LINK = LinkUse(bytes_sent=100, reach="direct")
 LAG = {"lag": 7, "lag_auto": True, "late": 0}
 
 
@@ -34,6 +39,7 @@ def world():
     details = {"wait_s": 0.5}
     peers = Recorder("directory", calls)
     peers.members = peers.everyone = lambda: members
+    peers.own_record = SimpleNamespace(link=lambda: LINK)
     diagnosis = Diagnosis(stats := ExchangeStats(), peers, "anna")
     diagnosis.waited, diagnosis.details, diagnosis.rejected = (
         waits.append,
@@ -44,8 +50,11 @@ def world():
     member = TrainingMember(
         SimpleNamespace(
             identity=SimpleNamespace(peer_id="anna"),
-            host=SimpleNamespace(traffic=traffic, met=met),
+            host=SimpleNamespace(
+                traffic=traffic, met=met, restarts=2, internal_errors=InternalErrors()
+            ),
             directory=peers,
+            manifest=SimpleNamespace(outer=OuterSettings(method="noloco")),
         ),
         SimpleNamespace(
             round=3,
@@ -86,7 +95,7 @@ def world():
 
 
 def info(number):
-    return RoundInfo(RoundKey("run", number, 0), ("anna", "bert"), 30, 0)
+    return RoundInfo(RoundKey("run", number, 0), ("anna", BERT), 30, 0)
 
 
 def test_unserved_member_announces_no_details(
@@ -132,17 +141,20 @@ def test_leaving_is_announced_first_with_the_last_loss_and_speed(world):
         "directory.announce",
         "directory.leave",
     ]
-    now = {
-        "state": "leaving",
-        "round": 3,
-        "step": 30,
-        "loss": 1.5,
-        "steps_per_s": 2.0,
-        "tokens_per_s": 64.0,
-        "mfu": 0.5,
-        **LAG,
-    }
-    assert world.calls[0][1] == (now,)
+    (record,) = world.calls[0][1]
+    assert record.progress == Progress(
+        state="leaving",
+        round=3,
+        step=30,
+        tokens=500,
+        steps_per_s=2.0,
+        tokens_per_s=64.0,
+        mfu=0.5,
+        members=0,
+    )
+    assert record.loss == Loss(training=1.5)
+    assert (record.exchanges.lag_steps, record.exchanges.lag_auto) == (7, True)
+    assert (record.link, record.faults.daemon_restarts) == (LINK, 2)
     fields = world.calls[1][2]
     assert (fields["state"], fields["loss"], fields["steps_per_s"]) == ("leaving", 1.5, 2.0)
     assert {**world.details, "tokens_per_s": 64.0, "mfu": 0.5, **LAG}.items() <= fields.items()
@@ -182,22 +194,20 @@ def test_round_has_its_bytes_wait_and_refusals(world):
     member.reporter = Recorder("reporter", world.calls)
     member._opt.tokens = 560
     member.report_round(info(3), first, 1.0)
-    name, args, fields = world.calls[-1]
-    assert (name, args) == ("reporter.round", (("anna", "bert"),))
-    assert fields == {
-        "round": 3,
-        "step": 30,
-        "loss": 1.0,
-        "sent": 70,
-        "received": 30,
-        "wait_s": 2.0,
-        "suspicious": 1,
-        "odd": False,
-        "why": "",
-        "error": "",
-        "projection": (1.0,),
-        "tokens": 60,
-    }
+    name, args, _ = world.calls[-1]
+    done, record, partners, tokens, projection = args
+    assert done == Round(
+        round=3,
+        step=30,
+        members=2,
+        partners=(BERT[-8:],),
+        bytes_sent=70,
+        bytes_received=30,
+        wait_s=2.0,
+        loss=1.0,
+    )
+    assert record == member.record()
+    assert (name, partners, tokens, projection) == ("reporter.round", [BERT], 60, (1.0,))
 
 
 def test_a_round_without_a_partner_says_why(world):

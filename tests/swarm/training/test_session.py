@@ -300,11 +300,8 @@ def test_record_and_status_carry_its_self_report_and_its_sketch():
     assert [(done.round, done.members, done.partners, done.loss) for done in watched.rounds] == [
         (round, 1, (), 1.5) for round in range(ROUNDS)
     ]
-    assert (watched.state, watched.loss, watched.faults) == (
-        "training",
-        1.5,
-        (("no-partner", ROUNDS),),
-    )
+    assert (watched.progress.state, watched.loss.training) == ("training", 1.5)
+    assert watched.exchanges.without_partner == watched.exchanges.ended == ROUNDS
 
 
 def test_a_swarm_by_invitation_only_admits_peers_with_one(tmp_path):

@@ -25,13 +25,13 @@ from shoal.swarm.wire.envelope import (
     unseal,
 )
 from shoal.swarm.wire.messages import (
-    MAX_MISSING,
     MAX_NAMED,
     Member,
     MemberEnd,
     SeedReply,
     SeedRequest,
 )
+from shoal.swarm.wire.record import MAX_MISSING
 
 ME, OTHER = Identity.ephemeral(), Identity.ephemeral()
 WIDE = "\U0001d538"  # a character of four bytes
