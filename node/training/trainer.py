@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,20 +25,19 @@ from shoal.node.inner_tensors import (
     initialise,
     put_together,
 )
-from shoal.node.task import Batches, Shard, Task, iterator_of, to_device, tokens_in
+from shoal.node.task import Shard, Task, tokens_in
+from shoal.node.training.batch_feed import BatchFeed
+from shoal.node.training.device_plan import DevicePlan
 from shoal.node.training.inner_optimizer import make_inner
 from shoal.node.training.inner_step import InnerStep
 from shoal.node.training.layout import Layout
-from shoal.node.training.loader import Loader
 from shoal.node.training.model_form import check_can_resume, check_values, first_difference, forms
 from shoal.node.training.random_state import random_state, restore_random_state
 from shoal.node.training.recompute import recompute
-from shoal.node.training.resources import DevicePlan
 from shoal.node.training.schedule import Schedule
 from shoal.node.training.throughput import Throughput
 from shoal.node.training.training_error import TrainingError
 from shoal.optim import Alone, Exchange, RoundInfo
-from shoal.optim.device import copies_beside
 from shoal.optim.parameters import AveragedParameters
 from shoal.swarm.settings.outer import OuterSettings
 from shoal.swarm.settings.training import TrainSettings
@@ -47,7 +46,8 @@ from shoal.swarm.training.last_average import EndReport, LastAverage, average_at
 
 log = logging.getLogger(__name__)
 
-REPORT_S = 0.5  # between two reports of progress
+REPORT_S = 0.5
+"""Between two reports of progress."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,9 @@ class _MeanLoss:
 
     def take(self) -> float | None:
         """Return the mean since the last call, and begin anew; None without a loss."""
-        mean = float(self._sum) / self._count if self._count else None
+        if not self._count:
+            return None
+        mean = float(self._sum) / self._count
         self._sum = 0.0
         self._count = 0
         return mean
@@ -89,19 +91,15 @@ class Trainer:
         task: model, data and loss.
         outer, train: the swarm's settings.
         own: how this node computes; by default in float32, the whole batch at once.
-        schedule_steps: length of the learning-rate schedule, if not the steps of this run; 0: it
-            has no end.
+        schedule_steps: of the learning-rate schedule, if not those of this run; 0: without end.
         device: the model's.
         slow_on_device: keep the slow weights there too.
-        offload: folder for files that slow weights and outer state are kept in, in place of main
-            memory.
-        on_model: called with the parameters to train before there are optimizers, which take
-            several times their memory.
-        on_round: called after each outer step with its ``RoundInfo``.
+        offload: folder for slow weights and outer state, in place of main memory.
+        on_model: called with the parameters to train, before there are optimizers.
+        on_round: called after each outer step.
         layout: where the model lies, if not in one process; ``step``, ``evaluate``, ``finish``,
             ``state`` and ``resume`` are then for all ranks, at the same points.
-        clock, speeds: Unix seconds, and the members' inner steps a second, where a round is
-            measured in seconds (``shoal.swarm.training.factories.round_length``).
+        clock, speeds: Unix seconds, and the members' inner steps a second, for rounds in seconds.
     """
 
     def __init__(
@@ -138,14 +136,21 @@ class Trainer:
         """
         on_model(self.params)
         inner = make_inner(task, train, self.model)
+        is_one_process = self.layout.ranks == 1
+        on_cpu = self.device.type == "cpu"
         self.plan: DevicePlan | None = None
         """What this process takes of its device, until it has been compared."""
-        if self.device.type != "cpu":
+        if not on_cpu:
             self.plan = DevicePlan(
-                self.model, self.device, inner, method=outer.method, slow_there=slow_on_device,
-                tries=outer.check_loss and not task.draws_with_model and self.layout.ranks == 1,
-                ranks=self.layout.ranks, gathered=self.layout.gathered_bytes(self.model),
-            )  # fmt: skip
+                self.model,
+                self.device,
+                inner,
+                method=outer.method,
+                slow_there=slow_on_device,
+                tries=outer.check_loss and not task.draws_with_model and is_one_process,
+                ranks=self.layout.ranks,
+                gathered=self.layout.gathered_bytes(self.model),
+            )
         self.inner_step = InnerStep(
             task,
             wrapped,
@@ -154,16 +159,17 @@ class Trainer:
             clip=train.clip,
             own=own or OwnTraining(),
             layout=self.layout,
-            outer_in_memory=self.device.type == "cpu"
-            and offload is None
-            and self.layout.ranks == 1,
+            outer_in_memory=on_cpu and offload is None and is_one_process,
         )
+        place: torch.device | Path = offload or torch.device("cpu")
+        if slow_on_device:
+            place = self.device
         self.opt = make_outer(
             outer,
             inner,
             Alone(),
             model=self.model,
-            slow_device=self.device if slow_on_device else offload or torch.device("cpu"),
+            slow_device=place,
             length=round_length(outer.round, clock, speeds),
             on_round=on_round,
             ranks=self.layout.group,
@@ -175,11 +181,11 @@ class Trainer:
         """The outer optimizer as one process has it, whatever the layout: for rank 0, between two
         steps and in ``on_round``.
         """
-        self.schedule = Schedule(
-            task, train, self.opt, train.steps if schedule_steps is None else schedule_steps
-        )
+        if schedule_steps is None:
+            schedule_steps = train.steps
+        self.schedule = Schedule(task, train, self.opt, schedule_steps)
         self.throughput = Throughput(self.device, self.inner_step.dtype)
-        self.stepping = self._drawn = False
+        self.stepping = False
         """True while the weights are being stepped, and after that has failed: they are those of no
         whole step then.
         """
@@ -188,7 +194,7 @@ class Trainer:
         self._last: Exchange | None = None
         self.ended: EndReport | None = None
         """What the last average came to, once there was one."""
-        self._batches: Loader | None = None
+        self._feed = BatchFeed(task, self.device, self.inner_step.own.workers)
         self._recent = _MeanLoss()
         self._of_round = _MeanLoss()
 
@@ -205,21 +211,17 @@ class Trainer:
         """
         if not self.outer.alone:
             self.opt.exchange = exchange
-        self.opt.run, self.shard = run, shard
-        self._load(iterator_of(self.task.batches(shard), shard))
+        self.opt.run = run
+        self._feed.open(shard)
 
-    def _load(self, batches: Iterator[Any]) -> None:
-        self.close()
-        seed = (self.shard.seed + self.shard.index) % 2**63
-        pin = copies_beside(self.device)
-        self._batches = Loader(
-            self.task, batches, workers=self.inner_step.own.workers, pin=pin, seed=seed
-        )
+    @property
+    def shard(self) -> Shard:
+        """The part of the data, since `connect`."""
+        return self._feed.shard
 
     def close(self) -> None:
         """End the workers that draw batches, if there are any; a second call does nothing."""
-        if self._batches is not None:
-            self._batches.close()
+        self._feed.close()
 
     def _waited(self) -> float:
         return float(getattr(self.opt.exchange, "waited", 0.0))
@@ -234,10 +236,8 @@ class Trainer:
         return self._held_out_loss()
 
     def _held_out_loss(self) -> float | None:
-        with (
-            self.opt.averaged() if self.outer.row.slow else nullcontext(),
-            self.inner_step.autocast(),
-        ):
+        weights = self.opt.averaged() if self.outer.row.slow else nullcontext()
+        with weights, self.inner_step.autocast():
             loss = self.layout.evaluated(lambda: float(self.task.evaluate(self.model)))
         if math.isfinite(loss):
             return loss
@@ -261,7 +261,8 @@ class Trainer:
 
         Raises TrainingError: the batches ended, or the loss is not a finite scalar any more.
         """
-        began = reported = time.monotonic()
+        began = time.monotonic()
+        reported = began
         idle = self._waited()
         loss = 0.0
         while not stop() and (self.train.steps == 0 or self.opt.steps < self.train.steps):
@@ -275,7 +276,8 @@ class Trainer:
                     time.monotonic() - reported - (self._waited() - idle)
                 )
                 on_progress(Progress(self.opt.steps, loss, rates))
-                reported, idle = time.monotonic(), self._waited()
+                reported = time.monotonic()
+                idle = self._waited()
             before = time.monotonic()
             after_step()
             # Saving and evaluating do not count as inner steps.
@@ -300,8 +302,7 @@ class Trainer:
 
     def step(self) -> None:
         """Take one inner step, and the outer step if it is due."""
-        batch = self._next_batch()
-        self._drawn = True
+        batch = self._feed.next(self.opt.steps)
         with self.throughput.step():
             gradients = self.inner_step.gradients(batch)
         loss = self.layout.mean(gradients)
@@ -314,18 +315,8 @@ class Trainer:
             self._of_round.add(loss)
         self.schedule.step()
         self.opt.zero_grad()
-        self.stepping = self._drawn = False
-
-    def _next_batch(self) -> Any:
-        """Return the next batch, on the device. TrainingError if there is none."""
-        assert self._batches is not None  # since `connect`
-        try:
-            return to_device(next(self._batches), self.device)
-        except StopIteration:
-            raise TrainingError(
-                f"The task's batches ended after {self.opt.steps} steps: batches(shard) must go on "
-                "without end."
-            ) from None
+        self.stepping = False
+        self._feed.done()
 
     def round_loss(self) -> float | None:
         """Return the mean training loss since the last call, nats; None without a step.
@@ -364,7 +355,7 @@ class Trainer:
             **random,
             **({"ranks": others} if others else {}),
             "shard": [self.shard.index, self.shard.of, self.shard.seed],
-            "data": None if self._batches is None or self._drawn else self._batches.state_dict(),
+            "data": self._feed.state_dict(),
         }
 
     def _names(self) -> list[list[str]]:
@@ -393,10 +384,10 @@ class Trainer:
                     f"{self.shard}: pass --shard {index}/{of}, or start without --resume."
                 )
             self.check_model(state)
-            self._find_place(state)
-        small = self.layout.agreed(
-            {name: value for name, value in state.items() if name not in ("model", "optimizer")}
-        )
+            self._feed.find(state.get("data"))
+        large = ("model", "optimizer")
+        small = {name: value for name, value in state.items() if name not in large}
+        small = self.layout.agreed(small)
         try:
             self.layout.load_outer(self.opt, self._with_classes(state.get("optimizer", {})))
             # torch keeps the tensors that it is given, which map a file that may be removed.
@@ -409,8 +400,7 @@ class Trainer:
             raise TrainingError(f"The checkpoint does not fit this run: {error}.") from error
         same = self.schedule.resume(small["scheduler"], small["schedule"])
         self.inner_step.load_state_dict(small.get("scaler"))
-        place = self._find_place(small)
-        self._load(self.task.batches_from(self.shard, self.opt.steps) if place is None else place)
+        self._feed.resume(small.get("data"), self.opt.steps)
         self._restore_random_state(small)
         return same
 
@@ -443,7 +433,8 @@ class Trainer:
         """
         if self.layout.ranks > 1:
             return
-        model, inner = self.model.state_dict(), self.opt.inner.state_dict()["state"]
+        model = self.model.state_dict()
+        inner = self.opt.inner.state_dict()["state"]
         check_can_resume(self._made, model, inner, when="the task made it: make it so in model()")
 
     def schedule_at(self, step: int) -> None:
@@ -459,22 +450,11 @@ class Trainer:
         """
         if length != self.schedule.length:
             self.schedule = self.schedule.resized(length)
-        peak = self.schedule.peak
-        self.schedule.scale(lr / peak if lr is not None and peak > 0 else 1.0)
+        times = 1.0
+        if lr is not None and self.schedule.peak > 0:
+            times = lr / self.schedule.peak
+        self.schedule.scale(times)
         self.train = self.train.model_copy(update={"steps": steps})
-
-    def _find_place(self, state: dict[str, Any]) -> Batches | None:
-        """Return the batches that follow those of ``state``, if their position is saved.
-
-        ShoalError if it is one in other data.
-        """
-        if state.get("data") is None:
-            return None
-        batches = iterator_of(self.task.batches(self.shard), self.shard)
-        if not isinstance(batches, Batches):
-            return None
-        batches.load_state_dict(state["data"])
-        return batches
 
     def check_model(self, state: Mapping[str, Any]) -> None:
         """Raise TrainingError unless ``state`` is of a model with the same tensors, and the same

@@ -17,13 +17,13 @@ from shoal.node.task import Shard, Task
 from shoal.node.tasks.gpt import GPT, Block
 from shoal.node.tasks.loader import Guarded
 from shoal.node.training import resources as memory
+from shoal.node.training.device_plan import DevicePlan
 from shoal.node.training.precision import DTYPES, check_precision
 from shoal.node.training.recompute import recompute
 from shoal.node.training.resources import (
-    BODIES,
+    BODIES_BYTES,
     GB,
-    POOL,
-    DevicePlan,
+    POOL_BYTES,
     MemoryBudgetError,
     check,
     held,
@@ -164,9 +164,9 @@ def test_what_was_held_is_compared_with_the_bound(monkeypatch):
 
 
 def test_queues_follow_from_the_budget():
-    assert shares(0.0) == (POOL, BODIES)
+    assert shares(0.0) == (POOL_BYTES, BODIES_BYTES)
     assert shares(0.64) == (20_000_000, 10_000_000)
-    assert shares(1000.0) == (POOL, BODIES)
+    assert shares(1000.0) == (POOL_BYTES, BODIES_BYTES)
 
 
 def test_what_a_process_holds_is_found():

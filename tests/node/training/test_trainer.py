@@ -116,8 +116,8 @@ def test_a_loss_of_few_bits_is_summed_in_float32():
 
     one = trainer(Half())
     one.step()
-    assert one._of_round.take() is not None
-    assert one.inner_step.gradients(one._next_batch()).dtype == torch.float32
+    assert one.round_loss() is not None
+    assert one.inner_step.gradients(one._feed.next(1)).dtype == torch.float32
 
 
 def test_the_built_in_task_resumes_bit_by_bit_too(tmp_path):
