@@ -30,7 +30,7 @@ from shoal.node.data.task_options import TEXT
 from shoal.node.runtime.door import RL, enter
 from shoal.node.task import Task
 from shoal.node.tasks.gpt import GPT, VOCABULARY, Attention
-from shoal.node.tasks.loader import HookError
+from shoal.node.tasks.user_class import HookError
 from shoal.optim.codecs.base import FLOAT32, all_finite
 from shoal.optim.outer.averaged import float_buffers
 from shoal.optim.parameters import AveragedParameters

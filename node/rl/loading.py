@@ -27,7 +27,7 @@ from shoal.node.rl.serving import Served
 from shoal.node.rl.strings import Strings
 from shoal.node.rl.task import RLTask
 from shoal.node.rl.tiny import Tiny, Warm
-from shoal.node.tasks.loader import HookError, find_class
+from shoal.node.tasks.user_class import HookError, find_class
 from shoal.node.user_code import summary, user_trace
 from shoal.swarm.errors import ShoalError
 

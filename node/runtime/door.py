@@ -24,8 +24,9 @@ from shoal.node.config.settings import (
 )
 from shoal.node.data.task_options import DATA, DIGEST, TEXT, TOKENIZER, options_of_member
 from shoal.node.task import Task
-from shoal.node.tasks.loader import BUILT_IN, HookError, load_task
+from shoal.node.tasks.loader import BUILT_IN, load_task
 from shoal.node.tasks.text import TextTask
+from shoal.node.tasks.user_class import HookError
 from shoal.node.training import inner_optimizer, resources
 from shoal.optim.parameters import AveragedParameters
 from shoal.swarm.exchange.contribution import model_digest

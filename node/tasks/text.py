@@ -52,22 +52,21 @@ class TextTask(Task):
 
     Options:
         data: files or folders, separated by commas or the path separator, or a dataset as
-            hf:NAME[/CONFIG][:SPLIT]; empty: the Python standard library. .jsonl, .jsonl.gz and
-            .txt.gz are streams of documents, and so are datasets.
+            hf:NAME[/CONFIG][:SPLIT]; empty: the Python standard library. Datasets, .jsonl,
+            .jsonl.gz and .txt.gz are streams of documents.
         field: name of a record's text.
         tokenizer: bytes, a name on the hub, or a path that begins with . or / or ~.
         tokenizer_digest: the same on all nodes.
         order: random (windows from random places of what is in memory), or epochs (each document
             once); empty: epochs for streams.
-        shuffle: tokens of a stream that are collected and shuffled together.
+        shuffle: tokens of a stream that are shuffled together.
         layers, width, heads, context: the model.
         batch: windows a step.
         max_bytes: most text held in memory.
-        lr, warmup: AdamW's peak learning rate, and the steps up to it or to Muon's; a cosine then
-            leads down to 10 %.
+        lr, warmup: AdamW's peak learning rate, and the steps up to it or to Muon's; then a cosine
+            down to 10 %.
 
-    Raises DataError: an option is out of range, or (on first use of the data) the text is missing
-    or too short.
+    Raises DataError: an option is out of range, or (on first use) the text is missing or too short.
     """
 
     def __init__(
@@ -88,14 +87,16 @@ class TextTask(Task):
         order: str = "",
         shuffle: int = 2**18,
     ) -> None:
-        sizes = {
+        counts = {
             "layers": layers,
             "width": width,
             "heads": heads,
             "context": context,
             "batch": batch,
+            "max_bytes": max_bytes,
+            "shuffle": shuffle,
         }
-        for name, value in {**sizes, "max_bytes": max_bytes, "shuffle": shuffle}.items():
+        for name, value in counts.items():
             if not text_size.is_within(name, value):
                 raise DataError(
                     f"The text option {name}={value!r} must be a whole number from 1 to "
@@ -103,11 +104,8 @@ class TextTask(Task):
                 )
         if width % heads:
             raise DataError(f"The text option width={width} must be a multiple of heads={heads}.")
-        if (
-            not (isinstance(lr, int | float) and 0 < lr < math.inf)
-            or not isinstance(warmup, int)
-            or warmup < 0
-        ):
+        has_rate = isinstance(lr, int | float) and 0 < lr < math.inf
+        if not has_rate or not isinstance(warmup, int) or warmup < 0:
             raise DataError(
                 f"The text options lr={lr!r} and warmup={warmup!r} must be a positive number and a "
                 "whole one."
@@ -117,7 +115,8 @@ class TextTask(Task):
                 raise DataError(f"The text option {name}={text!r} must be a text.")
         if order not in ORDERS:
             raise DataError(f"The text option order={order!r} must be random or epochs.")
-        self._at = Path.cwd()  # where its paths begin, when they are read
+        self._at = Path.cwd()
+        """Where its paths begin, when they are read."""
         self.data = data
         self.max_bytes = max_bytes
         self.field = field
@@ -138,18 +137,16 @@ class TextTask(Task):
     def tokenizer(self) -> Tokenizer:
         """The tokenizer of the text. Raises DataError."""
         name = self.tokenizer_name
-        return load_tokenizer(
-            str(self._at / expanded(name)) if is_path(name) else name, self._expected
-        )
+        if is_path(name):
+            name = str(self._at / expanded(name))
+        return load_tokenizer(name, self._expected)
 
     @cached_property
     def stream(self) -> DocumentSource | None:
         """Stream of the documents; None if the text is held in memory. Raises DataError."""
-        return (
-            None
-            if self.order == "random"
-            else open_stream(self.data, self.field, self.skipped, self._at)
-        )
+        if self.order == "random":
+            return None
+        return open_stream(self.data, self.field, self.skipped, self._at)
 
     @cached_property
     def documents(self) -> list[Document]:
@@ -162,16 +159,15 @@ class TextTask(Task):
         Raises DataError.
         """
         if self.stream is None:
-            return [d for d in self.documents if stable_hash(d.name) % HELD_OUT_ONE_IN == 0]
+            return [one for one in self.documents if _is_held_out_name(one.name)]
         found = []
         left = STREAM_EVALUATION_BYTES
         document = None
         for _, document in self.stream.documents(EVERYTHING, 0):
             if is_held_out(document.content):
-                found.append(
-                    Document(document.name, document.content[: min(left, EVALUATION_BYTES)])
-                )
-                left -= len(found[-1].content)
+                content = document.content[: min(left, EVALUATION_BYTES)]
+                found.append(Document(document.name, content))
+                left -= len(content)
                 if left <= 0:
                     break
         if document is None:
@@ -179,7 +175,7 @@ class TextTask(Task):
         return found
 
     def _not_held_out(self) -> list[Document]:
-        return [d for d in self.documents if stable_hash(d.name) % HELD_OUT_ONE_IN != 0]
+        return [one for one in self.documents if not _is_held_out_name(one.name)]
 
     def shard_documents(self, shard: Shard) -> list[Document]:
         """Return the documents in memory of one shard; those of two shards with equal ``of`` are
@@ -187,19 +183,19 @@ class TextTask(Task):
         """
         training = self._not_held_out()
         # Dealing in turn, rather than by the hash alone, leaves no shard empty.
-        training.sort(key=lambda d: (stable_hash("shard " + d.name), d.name))
+        training.sort(key=lambda one: (stable_hash("shard " + one.name), one.name))
         return training[shard.index :: shard.of]
 
     def _windows(self, documents: list[Document], what: str) -> Tensor:
         """Return all windows of context + 1 tokens as a view, (N, T + 1): bytes in uint8, other
         tokens in int32.
         """
-        pieces = [
-            piece for document in documents for piece in self.tokenizer.encode(document.content)
-        ]
-        tokens = (
-            torch.cat(pieces)[:-1] if pieces else torch.empty(0, device="cpu")
-        )  # nothing follows the last document's end
+        pieces: list[Tensor] = []
+        for document in documents:
+            pieces += self.tokenizer.encode(document.content)
+        tokens = torch.empty(0, device="cpu")
+        if pieces:
+            tokens = torch.cat(pieces)[:-1]  # nothing follows the last document's end
         if len(tokens) <= self.context:
             unit = "bytes of text" if self.tokenizer_name == BYTES else "tokens"
             raise DataError(
@@ -230,11 +226,15 @@ class TextTask(Task):
         dataset held in memory.
         """
         logits = 4 * self.batch * self.context * self.tokenizer.vocabulary
-        held = self.max_bytes if self.order == "random" and self.data.startswith(PREFIX) else 0
-        return 8 * self.batch * (self.context + 1) + 2 * logits + 4 * self.shuffle + held
+        nbytes = 8 * self.batch * (self.context + 1) + 2 * logits + 4 * self.shuffle
+        if self.order == "random" and self.data.startswith(PREFIX):
+            nbytes += self.max_bytes
+        return nbytes
 
     def agreed_options(self) -> dict[str, int | float | str | bool]:
-        return {} if self.tokenizer_name == BYTES else {DIGEST: self.tokenizer.digest}
+        if self.tokenizer_name == BYTES:
+            return {}
+        return {DIGEST: self.tokenizer.digest}
 
     def batches(self, shard: Shard) -> Iterator[tuple[Tensor, Tensor]]:
         """Return batches (inputs, next tokens), each int64 (B, T): from random places of the
@@ -261,9 +261,8 @@ class TextTask(Task):
 
     def _random_batches(self, shard: Shard) -> Iterator[tuple[Tensor, Tensor]]:
         windows = self._windows(self.shard_documents(shard), f"shard {shard.index} of {shard.of}")
-        generator = torch.Generator().manual_seed(
-            stable_hash(f"batches {shard.seed} {shard.index}") >> 1
-        )
+        seed = stable_hash(f"batches {shard.seed} {shard.index}") >> 1
+        generator = torch.Generator().manual_seed(seed)
         while True:
             places = torch.randint(len(windows), (self.batch,), generator=generator, device="cpu")
             batch = windows[places].long()  # (B, T + 1)
@@ -272,9 +271,8 @@ class TextTask(Task):
     def loss(self, model: torch.nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         """Return the mean cross-entropy in nats per token (per byte, with the tokenizer bytes)."""
         inputs, targets = batch
-        return F.cross_entropy(
-            model(inputs).flatten(0, 1), targets.flatten()
-        )  # (B * T, V) against (B * T,)
+        logits = model(inputs).flatten(0, 1)  # (B * T, V)
+        return F.cross_entropy(logits, targets.flatten())
 
     @cached_property
     def _held_out(self) -> list[Document]:
@@ -284,9 +282,8 @@ class TextTask(Task):
     def _evaluation(self) -> Tensor:
         windows = self._windows(self._held_out, "held-out part")
         count = max(1, EVALUATION_BYTES // self.context)
-        places = torch.randint(
-            len(windows), (count,), generator=torch.Generator().manual_seed(0), device="cpu"
-        )
+        generator = torch.Generator().manual_seed(0)
+        places = torch.randint(len(windows), (count,), generator=generator, device="cpu")
         return windows[places].long()  # (count, T + 1)
 
     @torch.no_grad()
@@ -298,9 +295,8 @@ class TextTask(Task):
         was_training = model.training
         model.eval()
         total = 0.0
-        size = max(
-            1, EVALUATION_BATCH_BYTES * VOCABULARY // (self.context * self.tokenizer.vocabulary)
-        )
+        window_logits = self.context * self.tokenizer.vocabulary
+        size = max(1, EVALUATION_BATCH_BYTES * VOCABULARY // window_logits)
         for start in range(0, len(self._evaluation), size):
             part = self._evaluation[start : start + size].to(device)
             total += float(self.loss(model, (part[:, :-1], part[:, 1:]))) * len(part)
@@ -311,27 +307,29 @@ class TextTask(Task):
         """Return ``loss`` as bits per byte of the held-out documents, whatever the tokenizer, and
         how many records were skipped.
         """
-        found: dict[str, int | float] = {
-            "bits_per_byte": loss / math.log(2) / self._bytes_per_token
-        }
-        return found if self.stream is None else {**found, "skipped": self.skipped.count}
+        bits = loss / math.log(2)
+        found: dict[str, int | float] = {"bits_per_byte": bits / self._bytes_per_token}
+        if self.stream is not None:
+            found["skipped"] = self.skipped.count
+        return found
 
     @cached_property
     def _bytes_per_token(self) -> float:
         if self.tokenizer_name == BYTES:
             return 1.0
-        tokens = sum(
-            len(piece)
-            for document in self._held_out
-            for piece in self.tokenizer.encode(document.content)
-        )
-        return sum(len(document.content) for document in self._held_out) / max(1, tokens)
+        nbytes = 0
+        tokens = 0
+        for document in self._held_out:
+            nbytes += len(document.content)
+            tokens += sum(map(len, self.tokenizer.encode(document.content)))
+        return nbytes / max(1, tokens)
 
     def inner_optimizer(self, params: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
         """Return AdamW with betas (0.9, 0.99) and no weight decay."""
         params = list(params)
         # The fused kernel halves the optimizer's time on the CPU; elsewhere torch chooses.
-        fused = True if all(p.device.type == "cpu" for p in params) else None
+        on_cpu = all(parameter.device.type == "cpu" for parameter in params)
+        fused = True if on_cpu else None
         return torch.optim.AdamW(
             params, lr=self.lr, betas=(0.9, 0.99), weight_decay=0.0, fused=fused
         )
@@ -342,6 +340,11 @@ class TextTask(Task):
         """Return a schedule of warm-up, then a cosine down to 10 % at ``steps``; without an end (0)
         the peak rate is kept.
         """
-        return torch.optim.lr_scheduler.LambdaLR(
-            optimizer, factor("cosine" if steps else "constant", self.warmup, steps)
-        )
+        shape = "cosine" if steps else "constant"
+        rate = factor(shape, self.warmup, steps)
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
+
+
+def _is_held_out_name(name: str) -> bool:
+    """Return True if no node trains on the document in memory of that name."""
+    return stable_hash(name) % HELD_OUT_ONE_IN == 0

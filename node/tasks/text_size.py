@@ -18,8 +18,13 @@ BOUNDS = {
     "shuffle": 2**28,
 }
 """The largest value of each option that is a number of things, of which there is at least 1."""
-LAYERS, WIDTH, HEADS, CONTEXT = 2, 64, 4, 64  # of the model, where no option says so
-BYTES = 256  # tokens, where they are bytes
+# The size of the model, where no option says so.
+LAYERS = 2
+WIDTH = 64
+HEADS = 4
+CONTEXT = 64
+BYTES = 256
+"""Tokens of the vocabulary, where they are bytes."""
 
 
 def is_within(name: str, value: object) -> bool:
@@ -42,8 +47,9 @@ def listed_parameters(options: Mapping[str, Any], said: int) -> int:
     layers = options.get("layers", LAYERS)
     width = options.get("width", WIDTH)
     context = options.get("context", CONTEXT)
-    if not all(type(number) is int and number > 0 for number in (layers, width, context)):
-        return said
+    for number in (layers, width, context):
+        if type(number) is not int or number <= 0:
+            return said
     if options.get("tokenizer", "bytes") == "bytes":
         return parameters(layers, width, context, BYTES)
     return max(said, parameters(layers, width, context, 1))

@@ -14,7 +14,7 @@ import torch
 
 from shoal.node.config.settings import OwnTraining
 from shoal.node.task import Shard, Task, elements, leaves, to_device, tokens_in
-from shoal.node.tasks.loader import Guarded
+from shoal.node.tasks.guarded import Guarded
 from shoal.node.training import batch_parts
 from shoal.node.training.loader import Loader
 from shoal.node.training.trainer import Trainer

@@ -19,7 +19,7 @@ from shoal.node.runtime.training_node import TrainingNode
 from shoal.node.task import Shard
 from shoal.node.tasks import text_size
 from shoal.node.tasks.gpt import GPT, sized
-from shoal.node.tasks.loader import HookError
+from shoal.node.tasks.user_class import HookError
 from shoal.node.training import resources
 from shoal.node.training.resources import GB, MemoryBudgetError
 from shoal.optim.parameters import AveragedParameters

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from shoal.node.task import Shard, Task
-from shoal.node.tasks.loader import HookError, load_task
+from shoal.node.tasks.loader import load_task
 from shoal.node.tasks.text import TextTask
+from shoal.node.tasks.user_class import HookError
 from shoal.node.training.inner_optimizer import make_inner
 from shoal.node.user_code import UserCodeError
 from shoal.swarm.settings.training import TrainSettings

@@ -18,7 +18,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from shoal.node.checkpoint import store as checkpoint
 from shoal.node.task import Batches, Shard, Task, iterator_of
-from shoal.node.tasks.loader import Guarded
+from shoal.node.tasks.guarded import Guarded
 from shoal.node.tasks.text import TextTask
 from shoal.node.training.loader import Loader, LoadingError, _in_pieces
 from shoal.node.user_code import UserCodeError

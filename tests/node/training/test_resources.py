@@ -15,7 +15,7 @@ from shoal.node.config.settings import load
 from shoal.node.console import free_memory
 from shoal.node.task import Shard, Task
 from shoal.node.tasks.gpt import GPT, Block
-from shoal.node.tasks.loader import Guarded
+from shoal.node.tasks.guarded import Guarded
 from shoal.node.training import resources as memory
 from shoal.node.training.device_plan import DevicePlan
 from shoal.node.training.precision import DTYPES, check_precision
