@@ -15,21 +15,19 @@ but there for others' rulings.
 
 from __future__ import annotations
 
-import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from shoal.verification.consensus.draws import Case, Draw, Times
 from shoal.verification.consensus.ledger import Ledger
+from shoal.verification.consensus.open_cases import Duty, OpenCases
 from shoal.verification.consensus.planting import BEHIND
 from shoal.verification.consensus.records import (
     Claim,
     Commitment,
     Dispute,
     Entry,
-    Mark,
     Opening,
     Refused,
     Reveal,
@@ -48,6 +46,7 @@ from shoal.verification.consensus.rulings import (
     second_draw,
 )
 from shoal.verification.consensus.sortition import OPENS, Electorate
+from shoal.verification.consensus.waiting_list import WaitingList
 
 REASONS = (
     "forged",
@@ -65,9 +64,9 @@ REASONS = (
     "overflow",
 )
 """Reasons of `Refused`."""
-TWICE = 2
+MAX_SAME = 2
 """Claims of one slot, or entries of one round, that are kept: two prove a contradiction."""
-MOST = 4
+MAX_CONTRADICTIONS = 4
 """Different records of one peer that are kept where there should be one: enough for a proof."""
 
 
@@ -87,21 +86,6 @@ class Limits:
     """Peers that have entered."""
     cases: int = 16_384
     """Claims and appeals at a time; the oldest that are decided or over make room."""
-
-
-@dataclass(frozen=True)
-class Duty:
-    """Duty of a verifier: ``check`` (fetch, verify, commit), ``reveal`` the vote, or ``state`` the
-    ``marks`` as a verdict.
-    """
-
-    what: Literal["check", "reveal", "state"]
-    case: bytes
-    attempt: int
-    claim: Claim
-    marks: tuple[Mark, ...] = ()
-    until: float = math.inf
-    """Time at which a commitment comes too late."""
 
 
 class Consensus:
@@ -136,12 +120,8 @@ class Consensus:
         self._banned = banned
         self._signatures: dict[bytes, bytes] = {}
         self._at: float | None = None
-        self._waiting: dict[bytes, Claim | Dispute | Opening] = {}
-        # The waiting ones whose authors are strangers.
-        self._strange: set[bytes] = set()
-        self._cases: dict[bytes, Case] = {}
-        # By verifier, the draws in which it has something to do.
-        self._drawn: defaultdict[str, dict[bytes, tuple[Case, int]]] = defaultdict(dict)
+        self._waiting = WaitingList(self.limits.waiting, self.limits.strangers)
+        self.cases = OpenCases(self.limits.cases)
 
     def advance(self, round: int, since: float | None = None) -> None:
         """Begin ``round``, at ``since`` (now if None), and forget cases against which nobody can
@@ -151,12 +131,7 @@ class Consensus:
             raise ValueError(f"round {round} is before {self.round}")
         self.round = round
         self._since = self.now() if since is None else since
-        oldest = round - self.rules.appeal_rounds
-        for key, case in list(self._cases.items()):
-            item = case.appeal or case.claim
-            if item.round < oldest and case.is_over(self.now()):
-                del self._cases[key]
-        self._drop_duties()
+        self.cases.forget(round - self.rules.appeal_rounds, self.now())
 
     def open(self, electorate: Electorate, begin: float | None = None) -> None:
         """Draw verifiers for all that was published in ``electorate.round``, `OPENS` rounds ago.
@@ -171,12 +146,11 @@ class Consensus:
                 "early, or was done"
             )
         self.electorates[electorate.round] = electorate
-        for item in [item for item in self._waiting.values() if item.round <= electorate.round]:
-            del self._waiting[item.id]
-            self._strange.discard(item.id)
+        self._waiting.end(electorate.round)
+        if begin is None:
+            begin = self.now() + self.times.skew_s
         for item in self.ledger.published(electorate.round):
-            starts = self.now() + self.times.skew_s if begin is None else begin
-            self._start(item, starts)
+            self._start(item, begin)
 
     def take(self, signed: Signed, at: float | None = None) -> None:
         """Take one record, which came ``at`` that time (now if None), and count it as accepted or
@@ -224,43 +198,11 @@ class Consensus:
         self._signatures = {
             key: value for key, value in self._signatures.items() if key in self.ledger
         }
-        for key in [key for key in self._cases if key not in self.ledger]:
-            del self._cases[key]
-        self._drop_duties()
-
-    def _drop_duties(self) -> None:
-        """Drop those of cases that are gone: only a peer's own are asked for, and dropped by
-        `duties`.
-        """
-        drawn = self._drawn
-        self._drawn = defaultdict(dict)
-        for peer, cases in drawn.items():
-            left = {key: due for key, due in cases.items() if key in self._cases}
-            if left:
-                self._drawn[peer] = left
+        self.cases.keep(ledger)
 
     def duties(self, peer: str) -> list[Duty]:
         """Return what ``peer`` has to do now, by case."""
-        now = self.now()
-        found = []
-        for key, (case, attempt) in list(self._drawn[peer].items()):
-            draw = case.draws[attempt]
-            current = case.current(now)
-            stated = bool(self.ledger.ballots(Verdict, key, attempt, peer))
-            if stated or key not in self._cases or (attempt > current and case.is_over(now)):
-                del self._drawn[peer][key]
-                continue
-            if attempt > current:
-                continue
-            committed = peer in draw.commitments
-            if not committed and now >= draw.starts and draw.takes_commitments(now):
-                until = draw.starts + draw.times.commit_s
-                found.append(Duty("check", key, attempt, case.claim, until=until))
-            elif committed and peer not in draw.reveals and draw.is_revealing(now):
-                found.append(Duty("reveal", key, attempt, case.claim))
-            elif draw.is_over(now):
-                found.append(Duty("state", key, attempt, case.claim, draw.marks()))
-        return found
+        return self.cases.duties(peer, self.ledger, self.now())
 
     def ruling(self, claim: bytes) -> Ruling | None:
         """Return the ruling on the claim with this id, bans apart (`Table.rulings` heeds them);
@@ -308,14 +250,14 @@ class Consensus:
         if isinstance(record, Claim):
             others = self.ledger.claims_of(record.peer, record.round)
             same = sum(other.slot == record.slot for other in others)
-            full = len(others) >= self.limits.claims
-            if record.slot >= self.rules.claims or full or same >= TWICE:
+            is_full = len(others) >= self.limits.claims
+            if record.slot >= self.rules.claims or is_full or same >= MAX_SAME:
                 raise Refused(
                     "A claim was refused: its author made too many in this round.", "quota"
                 )
             return
         entries = self.ledger.entries_of(record.peer)
-        if sum(entry.round == record.round for entry in entries) >= TWICE:
+        if sum(entry.round == record.round for entry in entries) >= MAX_SAME:
             raise Refused("An entry was refused: its author made too many in this round.", "quota")
         if not entries and len(self.ledger.peers()) >= self.limits.peers:
             raise Refused("An entry was refused: too many peers have entered.", "overflow")
@@ -356,13 +298,11 @@ class Consensus:
             return record.run == self._run and record.round <= self.round + 1
         if isinstance(record, Dispute | Opening):
             claim = self.ledger.get(record.claim)
-            appealed = any(
-                appeal.peer == record.peer for appeal in self.ledger.appeals(record.claim)
-            )
-            return isinstance(claim, Claim) and record.round <= self.round + 1 and not appealed
+            has_come = record.round <= self.round + 1
+            return isinstance(claim, Claim) and has_come and not self._has_appealed(record)
         if isinstance(record, Commitment | Reveal | Verdict):
             ballots = self.ledger.ballots(type(record), record.case, record.attempt, record.peer)
-            return self.ledger.stamp(record) >= 0 and len(ballots) < MOST
+            return self.ledger.stamp(record) >= 0 and len(ballots) < MAX_CONTRADICTIONS
         return False
 
     def _take_appeal(self, record: Dispute | Opening) -> None:
@@ -376,12 +316,12 @@ class Consensus:
             raise Refused(
                 f"A {record.KIND} was refused: it comes too late after its claim.", "stale"
             )
-        if any(other.peer == record.peer for other in self.ledger.appeals(claim.id)):
+        if self._has_appealed(record):
             raise Refused(f"A {record.KIND} was refused: its author appealed before.", "quota")
-        if isinstance(record, Opening) and not is_plant(
-            record, claim, self.ledger, self.electorates, self.rules
-        ):
-            raise Refused("An opening was refused: its claim was not to be planted.", "unfit")
+        if isinstance(record, Opening):
+            planted = is_plant(record, claim, self.ledger, self.electorates, self.rules)
+            if not planted:
+                raise Refused("An opening was refused: its claim was not to be planted.", "unfit")
         if rule(claim, self.ledger, self.electorates, self.rules).outcome == "unverified":
             raise Refused(
                 f"A {record.KIND} was refused: nothing is decided about its claim.", "unknown"
@@ -393,23 +333,24 @@ class Consensus:
         self._wait(record)
         self.ledger.add(record)
 
+    def _has_appealed(self, record: Dispute | Opening) -> bool:
+        return any(other.peer == record.peer for other in self.ledger.appeals(record.claim))
+
     def _take_ballot(self, record: Commitment | Reveal | Verdict) -> None:
-        case = self._cases.get(record.case)
+        case = self.cases.get(record.case)
         if case is None:
             raise Refused(f"A {record.KIND} for an unknown case was refused.", "unknown")
-        if (
-            record.attempt >= len(case.draws)
-            or record.peer not in case.draws[record.attempt].verifiers
-        ):
+        draw = case.draws[record.attempt] if record.attempt < len(case.draws) else None
+        if draw is None or record.peer not in draw.verifiers:
             raise Refused(f"A {record.KIND} was refused: its author was not drawn.", "not-drawn")
-        if len(self.ledger.ballots(type(record), record.case, record.attempt, record.peer)) >= MOST:
+        earlier = self.ledger.ballots(type(record), record.case, record.attempt, record.peer)
+        if len(earlier) >= MAX_CONTRADICTIONS:
             raise Refused(f"A {record.KIND} was refused: its author sent too many.", "quota")
-        draw = case.draws[record.attempt]
         if isinstance(record, Verdict) and len(record.marks) != len(draw.verifiers):
             raise Refused("A verdict was refused: it has another number of verifiers.", "unfit")
-        earlier = bool(self.ledger.ballots(type(record), record.case, record.attempt, record.peer))
+        has_stated = bool(earlier)
         self.ledger.add(record)
-        if earlier:
+        if has_stated:
             draw.contradicted.add(record.peer)
             raise Refused(
                 f"A second {record.KIND} was refused and kept as a proof against its author.",
@@ -451,26 +392,21 @@ class Consensus:
 
     def _wait(self, item: Claim | Dispute | Opening) -> None:
         known = self._voters()
-        strange = known is not None and item.peer not in known
-        if len(self._waiting) >= self.limits.waiting or (
-            strange and len(self._strange) >= self.limits.strangers
-        ):
-            raise Refused(f"A {item.KIND} was refused: too many wait for their draw.", "overflow")
-        self._waiting[item.id] = item
-        if strange:
-            self._strange.add(item.id)
+        self._waiting.add(item, is_strange=known is not None and item.peer not in known)
 
     def _voters(self) -> Mapping[str, str] | None:
         """Return who can be drawn, as far as is known; None before the first draw."""
         agreed = [round for round, electorate in self.electorates.items() if electorate.operators]
-        return self.electorates[max(agreed)].operators if agreed else None
+        if not agreed:
+            return None
+        return self.electorates[max(agreed)].operators
 
     def _start(self, item: Claim | Dispute | Opening, begin: float) -> None:
         """Begin the case of ``item``, if verifiers are drawn for it."""
         if isinstance(item, Claim):
             drawn = first_draws(item, self.electorates, self.rules)
             if drawn:
-                self._add_case(item.id, Case(item, None, self._draws(drawn, begin)))
+                self.cases.add(item.id, Case(item, None, self._draws(drawn, begin)))
             return
         claim = self.ledger.get(item.claim)
         if not isinstance(claim, Claim):
@@ -478,11 +414,11 @@ class Consensus:
         settled = rule(claim, self.ledger, self.electorates, self.rules)
         # One appeal is final; and an opening that agrees with the ruling asks for no draw.
         agrees = settled.outcome == "invalid" and isinstance(item, Opening)
-        if settled.appeal is not None or agrees or self._is_appealed(claim):
+        if settled.appeal is not None or agrees or self.cases.is_appealed(claim, self.now()):
             return
         verifiers = second_draw(item, claim, self.electorates, self.rules)
         if verifiers:
-            self._add_case(item.id, Case(claim, item, self._draws((verifiers,), begin)))
+            self.cases.add(item.id, Case(claim, item, self._draws((verifiers,), begin)))
 
     def _draws(self, drawn: Sequence[tuple[str, ...]], begin: float) -> tuple[Draw, ...]:
         now = self.now()
@@ -491,20 +427,3 @@ class Consensus:
             starts = begin + self.times.total_s * number
             draws.append(Draw(verifiers, starts, self.times, watched=now <= starts))
         return tuple(draws)
-
-    def _add_case(self, key: bytes, case: Case) -> None:
-        # Of the oldest no vote is taken any more; the ledger keeps the earlier ones.
-        while len(self._cases) >= self.limits.cases:
-            del self._cases[next(iter(self._cases))]
-        self._cases[key] = case
-        for attempt, draw in enumerate(case.draws):
-            if draw.watched:
-                for peer in draw.verifiers:
-                    self._drawn[peer][key] = case, attempt
-
-    def _is_appealed(self, claim: Claim) -> bool:
-        now = self.now()
-        for case in self._cases.values():
-            if case.appeal and case.claim.id == claim.id and not case.draws[0].is_over(now):
-                return True
-        return False

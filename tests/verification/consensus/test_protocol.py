@@ -291,10 +291,10 @@ def test_ten_thousand_claims_a_minute_are_cut_off():
 def test_others_duties_go_with_their_case(end):
     scene = Scene()
     scene.drawn()
-    assert scene.consensus._drawn
+    assert scene.consensus.cases.verifiers
     scene.now += 1000  # over, and nobody has asked for the duties
     end(scene.consensus)
-    assert not scene.consensus._drawn
+    assert not scene.consensus.cases.verifiers
 
 
 def decided(scene, claim, seats, votes):
