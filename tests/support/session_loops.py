@@ -1,5 +1,6 @@
 """Small loops of one's own in sessions on loopback, which threads of this process run."""
 
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -24,6 +25,28 @@ def loop(opt, module, data_seed, steps=EVERY * ROUNDS):
         (module(x) - x.sum(1, keepdim=True)).square().mean().backward()
         opt.step()
         opt.zero_grad()
+
+
+def beside(session, step, join):
+    """Return what ``join(end)`` returns, beside a thread that steps in ``session``.
+
+    ``end()`` lets that thread leave its session: a peer that leaves first waits for the last
+    average with it.
+    """
+    over = threading.Event()
+
+    def train():
+        with session:
+            while not over.wait(0.01):  # one that spins would hold up the network's threads
+                step()
+
+    def joined():
+        try:
+            return join(over.set)
+        finally:
+            over.set()
+
+    return together(train, joined)[1]
 
 
 def together(*jobs):

@@ -1,11 +1,9 @@
 """Two peers of one swarm, in threads of this process."""
 
-import threading
-
 import torch
 
 import shoal
-from tests.support.session_loops import together
+from tests.support.session_loops import beside, together
 
 HERE = shoal.NetworkOptions(listen=("/ip4/127.0.0.1/tcp/0",), relay="off")
 EVERY, STEPS = 3, 9
@@ -45,26 +43,18 @@ def joined_late(begun, late, train, steps):
     first = shoal.create(state=begun, every=EVERY, lag=0, network=HERE, wait_s=0.2)
     inner = torch.optim.SGD([p for p in begun.parameters() if p.requires_grad], lr=0.01)
     opt = first.optimizer(inner)
-    stop = threading.Event()
 
     def step():
         for parameter in opt.parameters:
             parameter.grad = torch.zeros_like(parameter)
         opt.step()
 
+    def join(end):
+        with shoal.join(first.link, state=late, network=HERE) as session:
+            found = train(session)
+            end()
+            return found
+
     for _ in range(steps):
         step()
-
-    def keep_training():
-        while not stop.is_set():
-            step()
-
-    def join():
-        try:
-            with shoal.join(first.link, state=late, network=HERE) as session:
-                return train(session)
-        finally:
-            stop.set()
-
-    with first:
-        return together(keep_training, join)[1]
+    return beside(first, step, join)

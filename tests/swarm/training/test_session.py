@@ -25,6 +25,7 @@ from tests.support.session_loops import (
     EVERY,
     HERE,
     ROUNDS,
+    beside,
     loop,
     model,
     sgd,
@@ -171,31 +172,24 @@ def test_all_begin_with_the_creators_weights(method, caplog):
 
 def test_late_peer_takes_over_and_lone_one_goes_on():
     """A late peer takes over weights and round and one that leaves goes on alone."""
-    begin, stop, joined, progress = model(0), threading.Event(), [], []
+    begin, joined, progress = model(0), [], []
     first = shoal.create(state=begin, every=EVERY, lag=0, network=HERE, wait_s=1.0, shards=2)
     assert first.progress == 0
     opt = first.optimizer(sgd(begin))
     loop(opt, begin, 1)
     assert opt.round == ROUNDS
 
-    def anna():
-        while not stop.is_set():
-            loop(opt, begin, 1, steps=1)
+    def bert(end):
+        other = model(7)
+        with shoal.join(first.link, state=other, network=HERE) as s:
+            mine = s.optimizer(sgd(other))
+            joined.extend((mine.round, s.shard, first.shard, mine.steps, mine.listens))
+            progress.extend((s.progress, mine.round))
+            end()
+        loop(mine, other, 2)  # the session is over
+        return mine.round - joined[0]
 
-    def bert():
-        try:
-            other = model(7)
-            with shoal.join(first.link, state=other, network=HERE) as s:
-                mine = s.optimizer(sgd(other))
-                joined.extend((mine.round, s.shard, first.shard, mine.steps, mine.listens))
-                progress.extend((s.progress, mine.round))
-            loop(mine, other, 2)  # the session is over
-            return mine.round - joined[0]
-        finally:
-            stop.set()
-
-    with first:
-        _, went_on = together(anna, bert)
+    went_on = beside(first, lambda: loop(opt, begin, 1, steps=1), bert)
     assert joined[0] >= ROUNDS
     assert {joined[1].index, joined[2].index} <= {0, 1}
     assert joined[3:] == [0, True]  # its first round does not count
