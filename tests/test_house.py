@@ -262,7 +262,7 @@ MODULES = {module_name(file): file for file in PRODUCT}
 
 @functools.cache
 def tree(file):
-    return ast.parse(file.read_text(encoding="utf-8"))
+    return ast.parse(file.read_text(encoding="utf-8"), feature_version=(3, 11))
 
 
 @functools.cache
@@ -469,7 +469,7 @@ def test_module_docstring(file):
 
 @each([*PRODUCT, *SHOWN])
 def test_syntax_of_the_oldest_python(file):
-    ast.parse(file.read_text(encoding="utf-8"), feature_version=(3, 11))
+    assert tree(file)
 
 
 @each(PRODUCT)

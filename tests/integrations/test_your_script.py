@@ -25,7 +25,7 @@ IMPORTS = pytest.mark.slow(reason="three processes import the library")
 PLAIN = [  # and how much higher the peers' loss may be, of the plain script's
     pytest.param("nanogpt", 0.15),
     pytest.param("lightning_fit", 0.3, marks=IMPORTS),
-    pytest.param("accelerate_loop", 0.3),
+    pytest.param("accelerate_loop", 0.3, marks=IMPORTS),
     pytest.param("trainer", 0.15, marks=IMPORTS),
     pytest.param("grpo", 0.6, marks=IMPORTS),  # a reward, of few completions
 ]
@@ -86,7 +86,7 @@ def test_the_page_is_made_from_the_scripts():
     assert {file.stem.removesuffix("_shoal") for file in SCRIPTS.glob("*.py")} == {*TEXTS}
 
 
-@pytest.mark.thinned(8)
+@pytest.mark.ci
 @pytest.mark.parametrize(("name", "more"), PLAIN)
 def test_two_peers_learn_as_the_plain_script(tmp_path, name, more):
     """Two peers meet and learn as well as the plain script."""

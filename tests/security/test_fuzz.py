@@ -60,7 +60,7 @@ def test_good_bytes_are_taken(decoder):
 
 
 @each
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(data=st.data())
 def test_bytes_at_random_cut_flipped_and_changed(decoder, data):
     judged(decoder, data.draw(hostile(decoder.form, decoder.samples())))

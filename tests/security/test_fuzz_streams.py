@@ -81,7 +81,7 @@ def test_a_third_of_a_swarm_sends_other_values(method, more):
     settings = load(None, {"outer.method": method, "outer.every": 10, **more})
     world = World(
         SimPlan(
-            6, Links(), settings.outer.resolved(), churn=2.0, minutes=1.5, seed=1, parameters=64
+            6, Links(), settings.outer.resolved(), churn=2.0, minutes=0.75, seed=1, parameters=64
         )
     )
     chance, bent, liars = random.Random(method), [], set()

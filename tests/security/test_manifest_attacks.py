@@ -105,7 +105,6 @@ def huge(tmp_path_factory):
 @pytest.mark.thinned(3)
 @pytest.mark.parametrize(("verb", "more", "sentence"), [
     ("join", (), "and this node may have "),
-    ("join", ("--ram", "1"), "and this node may have 0."),
     ("pull", ("--out", "out"), "and this node may have "),
 ])  # fmt: skip
 def test_impossible_model_is_refused_before_it_is_made(huge, home, verb, more, sentence):
@@ -145,12 +144,9 @@ def checkpoint(folder, identity, **fields):
 
 @pytest.mark.thinned(2)
 @pytest.mark.parametrize(("task", "options", "sentence"), [
-    ("rl", {"env": "dl/weights/evil.py:Env"}, "and a checkpoint carries no code: get its files"),
     ("rl", {"env": "evil:Env"}, "and a checkpoint carries no code: get its files"),
     ("evil.py:Task", {}, "and a checkpoint carries no code: get its files"),
     ("text", {"data": "secret"}, "The swarm names 'secret', a path on somebody's machine"),
-    ("text", {"data": "hf: secret"}, "The swarm names 'hf: secret', a path on somebody's machine"),
-    ("text", {"data": "hf:text"}, "The swarm names 'hf:text', a path on somebody's machine"),
     ("text", {"tokenizer": "./secret"}, "The swarm names './secret', a path on somebody's machine"),
     ("text", HUGE, "The swarm's model has 206,"),
 ])  # fmt: skip

@@ -263,7 +263,7 @@ def test_cheat_rounds_its_writing_only(monkeypatch):
         lambda policy: seen.append(len(set(policy.module.head.weight[0].tolist()))),
     )
     cheating.cheat()
-    policy = loading.load_policy("tiny", load_env("strings", {}), 0)
+    policy = loading.load_policy("tiny:copy:1", load_env("strings", {}), 0)
     for writer, temperature in ((policy, 1.0), (policy, 0.0), (copy.deepcopy(policy), 1.0)):
         writer.generate(["?"], 1, temperature=temperature, max_tokens=4, seed=0)
     claimer.prove(policy)

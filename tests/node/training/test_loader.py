@@ -185,7 +185,7 @@ def test_iterator_or_own_loader_limits_workers():
 )
 @pytest.mark.parametrize("saving", [0, 1])
 @pytest.mark.parametrize("loading", [0, 1])
-@pytest.mark.parametrize("at", [0, 1, 4, 6])
+@pytest.mark.parametrize("at", [0, 1, 6])
 def test_position_is_the_last_batch_trained(kind, saving, loading, at):
     """Position is that of the last batch and has no trace of workers."""
     made = loader(KINDS[kind], saving)
