@@ -162,7 +162,9 @@ def _rates(host: Any) -> dict[str, Any]:
         names = {False: "relayed", True: PUNCHED}
         found |= {names[past]: round(rate / 1e6, 3) for past, (rate, _) in known.items()}
         found["last"] = next((names[past] for past, (_, since) in known.items() if not since), "")
-        found["chosen"] = names[host.traffic.routes.best(peer) and peer in host.puncher._ids]
+        found["chosen"] = names[
+            host.traffic.routes.best(peer) and bool(host.puncher.members.daemon_of(peer))
+        ]
     return found
 
 

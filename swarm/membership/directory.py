@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from shoal.swarm.access.policy import AccessPolicy
-from shoal.swarm.errors import NetworkError, Repeats
+from shoal.swarm.errors import NetworkError
 from shoal.swarm.identity import Identity
 from shoal.swarm.membership import trie
 from shoal.swarm.membership.bucket_index import Index
@@ -31,7 +31,6 @@ from shoal.swarm.membership.record_reader import RecordReader
 from shoal.swarm.membership.records import MAX_TTL_S, VerifiedRecord
 from shoal.swarm.membership.room import MAX_IN_VIEW, Room
 from shoal.swarm.membership.twin_watch import CLOCKS_APART_S, TwinWatch
-from shoal.swarm.p2p.stream import short
 from shoal.swarm.wire.messages import Member
 
 if TYPE_CHECKING:
@@ -48,8 +47,6 @@ MAX_REST_SHARE = 1 / 6
 """Of that time, for which a directory rests, at most."""
 WAIT_STEP_S = 0.1
 """Between two looks at whether a caller wants to stop waiting."""
-MAX_CLOCK_AHEAD_S = 60.0
-"""That a record may be dated ahead of our clock."""
 FURTHER_READINGS = 2
 """After the first one of a stranger, which finds where in the swarm's buckets it is."""
 
@@ -98,9 +95,7 @@ class Directory:
         self.access_policy = access_policy or AccessPolicy()
         self._host = host
         self._peer = identity.peer_id
-        self._swarm = swarm
         self._period = period
-        self._said = Repeats()
         met = {} if met is None else met
         self.own_record = OwnRecord(
             swarm,
@@ -123,7 +118,13 @@ class Directory:
         self._twins = TwinWatch(identity.peer_id, self.now())
         self._table = MemberTable(Room(met, limit), ttl=ttl, now=self.now)
         self._reader = RecordReader(
-            host, swarm, self._index, cap=cap, met=met, credible=self._credible
+            host,
+            swarm,
+            self._index,
+            cap=cap,
+            met=met,
+            access_policy=self.access_policy,
+            now=self.now,
         )
         self._publisher = RecordPublisher(
             host,
@@ -231,7 +232,7 @@ class Directory:
         """Take a record from its author's own hand, as if it had been read; return whether it is
         credible. Thread-safe.
         """
-        credible = self._credible(member.peer, "", VerifiedRecord("", member))
+        credible = self._reader.is_credible(member.peer, "", VerifiedRecord("", member))
         if credible:
             self._table.hear(member)
         return credible
@@ -358,19 +359,3 @@ class Directory:
             own = [one for one in member.addresses[:1] if one.endswith(f"/p2p/{member.peer}")]
             addresses += own
         self._host.remember(addresses)
-
-    def _credible(self, peer: str, prefix: str, record: VerifiedRecord) -> bool:
-        member = record.member
-        if member.peer != peer or member.swarm != self._swarm or record.prefix != prefix:
-            return False
-        if member.issued > self.now() + MAX_CLOCK_AHEAD_S:
-            if self._said.due(peer):
-                log.warning(
-                    "peer %s is ignored: its clock, or ours, is wrong by more than %g s",
-                    short(peer),
-                    MAX_CLOCK_AHEAD_S,
-                )
-            return False
-        return self.access_policy.record(
-            peer, member.admission, member.issued, member.state in PRESENT
-        )

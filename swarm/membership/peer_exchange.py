@@ -22,7 +22,8 @@ from pydantic import Field
 
 from shoal.swarm.access.address import address_problem
 from shoal.swarm.errors import MessageError, NetworkError
-from shoal.swarm.membership.directory import MAX_CLOCK_AHEAD_S, PRESENT, TTL_S, Directory
+from shoal.swarm.membership.directory import PRESENT, TTL_S, Directory
+from shoal.swarm.membership.record_reader import MAX_CLOCK_AHEAD_S
 from shoal.swarm.p2p.addresses import by_peer, host_of, range_of
 from shoal.swarm.p2p.counters import Counters
 from shoal.swarm.p2p.rate_limit import RateLimit, TokenBuckets

@@ -6,13 +6,17 @@ It reads the keys of its part of the swarm (`bucket_index`), and keeps what is c
 from __future__ import annotations
 
 import heapq
+import logging
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING
 
+from shoal.swarm.access.policy import AccessPolicy
+from shoal.swarm.errors import Repeats
 from shoal.swarm.membership import trie
 from shoal.swarm.membership.bucket_index import Index
 from shoal.swarm.membership.records import VerifiedRecord, bits_of, key_of, open_record
-from shoal.swarm.wire.messages import Member
+from shoal.swarm.p2p.stream import short
+from shoal.swarm.wire.messages import GONE, Member
 
 if TYPE_CHECKING:
     from shoal.swarm.p2p.host import Host
@@ -20,14 +24,17 @@ if TYPE_CHECKING:
 MAX_MET_READ = 256
 """Of the peers met last, looked for however many others there are."""
 
-Credible = Callable[[str, str, VerifiedRecord], bool]
-"""Whether a record may be believed that was found under (peer, prefix)."""
+MAX_CLOCK_AHEAD_S = 60.0
+"""That a record may be dated ahead of our clock."""
+
+log = logging.getLogger(__name__)
 
 
 class RecordReader:
     """The records of ``swarm`` that one node reads; on one loop.
 
-    ``cap``: records per key. ``met``: where this node met a peer, the newest last.
+    ``cap``: records per key. ``met``: where this node met a peer, the newest last. ``now`` returns
+    Unix seconds by the others' clock.
     """
 
     def __init__(
@@ -38,7 +45,8 @@ class RecordReader:
         *,
         cap: int,
         met: Mapping[str, str],
-        credible: Credible,
+        access_policy: AccessPolicy,
+        now: Callable[[], float],
     ) -> None:
         self.keys: dict[str, trie.Names] = {}
         """The peers under each key as last read."""
@@ -47,7 +55,9 @@ class RecordReader:
         self._index = index
         self._cap = cap
         self._met = met
-        self._credible = credible
+        self._access_policy = access_policy
+        self._now = now
+        self._said = Repeats()
 
     async def read(self, *, stored_under: str | None, seen: Collection[str]) -> list[Member]:
         """Return the credible records under this node's keys.
@@ -71,6 +81,25 @@ class RecordReader:
         members = {}
         for peer in heapq.nsmallest(trie.CROWD_FACTOR * self._cap, values, key=bits_of):
             record = open_record(values[peer])
-            if record is not None and self._credible(peer, prefix, record):
+            if record is not None and self.is_credible(peer, prefix, record):
                 members[peer] = record.member
         return members
+
+    def is_credible(self, peer: str, prefix: str, record: VerifiedRecord) -> bool:
+        """Return whether a record may be believed that was found of ``peer`` under ``prefix``. For
+        any thread.
+        """
+        member = record.member
+        if member.peer != peer or member.swarm != self._swarm or record.prefix != prefix:
+            return False
+        if member.issued > self._now() + MAX_CLOCK_AHEAD_S:
+            if self._said.due(peer):
+                log.warning(
+                    "peer %s is ignored: its clock, or ours, is wrong by more than %g s",
+                    short(peer),
+                    MAX_CLOCK_AHEAD_S,
+                )
+            return False
+        return self._access_policy.record(
+            peer, member.admission, member.issued, member.state not in GONE
+        )

@@ -45,6 +45,7 @@ from shoal.swarm.errors import NetworkError, ShoalError, StartupError
 from shoal.swarm.identity import Identity
 from shoal.swarm.p2p import connections
 from shoal.swarm.p2p.addresses import is_loopback
+from shoal.swarm.p2p.bootstrapper import HostOptions
 from shoal.swarm.p2p.daemon import (
     DAEMON_GONE,
     Daemon,
@@ -53,12 +54,14 @@ from shoal.swarm.p2p.daemon import (
     messages,
 )
 from shoal.swarm.p2p.daemon_process import Relay
-from shoal.swarm.p2p.daemon_supervisor import DaemonSupervisor, HostOptions, report
+from shoal.swarm.p2p.daemon_restart import report
+from shoal.swarm.p2p.daemon_supervisor import DaemonSupervisor
 from shoal.swarm.p2p.listening import check_announced, check_free, obtain_ports
 from shoal.swarm.p2p.peerstore import Peerstore
 from shoal.swarm.p2p.pubsub import PubSub
-from shoal.swarm.p2p.punch import PUNCH_PROTOCOL, Puncher, tell_seen
+from shoal.swarm.p2p.punch import PUNCH_PROTOCOL, Puncher
 from shoal.swarm.p2p.resource_manager import ResourceManager
+from shoal.swarm.p2p.seen_address import tell_seen
 from shoal.swarm.p2p.stream import Stream, short
 from shoal.swarm.p2p.tasks import running
 from shoal.swarm.pacing.bandwidth import BandwidthLimiter

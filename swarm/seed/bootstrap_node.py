@@ -20,11 +20,11 @@ from shoal.swarm.errors import MessageError, NetworkError, StartupError
 from shoal.swarm.identity import Identity
 from shoal.swarm.p2p.addresses import by_turns, range_of
 from shoal.swarm.p2p.daemon import ANSWER_S, DAEMON_GONE, Daemon, Incoming
-from shoal.swarm.p2p.daemon_supervisor import started_again
+from shoal.swarm.p2p.daemon_restart import started_again
 from shoal.swarm.p2p.listening import beside, check_announced, check_free, fixed_ports, obtain_ports
-from shoal.swarm.p2p.punch import tell_seen
 from shoal.swarm.p2p.reachability import DIAL_PROTOCOL, ReachabilityProbe
 from shoal.swarm.p2p.relay_slots import launch_relay
+from shoal.swarm.p2p.seen_address import tell_seen
 from shoal.swarm.p2p.stream import Stream, short
 from shoal.swarm.p2p.stream_places import StreamPlaces
 from shoal.swarm.pacing.meter import TrafficMeter

@@ -18,8 +18,9 @@ from shoal.swarm.errors import MessageError, NetworkError, StartupError
 from shoal.swarm.identity import Identity
 from shoal.swarm.p2p import daemon_supervisor, hivemind_adapter
 from shoal.swarm.p2p import host as host_module
+from shoal.swarm.p2p.bootstrapper import HostOptions
 from shoal.swarm.p2p.daemon import DaemonError
-from shoal.swarm.p2p.daemon_supervisor import DaemonSupervisor, HostOptions
+from shoal.swarm.p2p.daemon_supervisor import DaemonSupervisor
 from shoal.swarm.p2p.host import Host
 from shoal.swarm.p2p.peerstore import Peerstore
 from shoal.swarm.p2p.resource_manager import MAX_HANDLERS_PER_PEER

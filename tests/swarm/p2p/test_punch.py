@@ -11,22 +11,20 @@ import pytest
 
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.identity import Identity
-from shoal.swarm.p2p import punch
+from shoal.swarm.p2p import punch, punched_members, second_daemon
 from shoal.swarm.p2p.daemon import DaemonError
 from shoal.swarm.p2p.host import Host
 from shoal.swarm.p2p.listening import beside
 from shoal.swarm.p2p.punch import (
-    ALL,
-    EACH,
-    HOST,
+    MAX_DIALS_OF_HOST,
+    MAX_REQUESTS,
+    MAX_REQUESTS_EACH,
     PUNCH_PROTOCOL,
     Punch,
     Puncher,
-    Seen,
-    tell_seen,
-    usable,
 )
 from shoal.swarm.p2p.resource_manager import ResourceManager
+from shoal.swarm.p2p.seen_address import Seen, tell_seen, usable
 from shoal.swarm.p2p.stream import Stream
 from shoal.swarm.pacing.meter import TrafficMeter
 from shoal.swarm.wire.envelope import pack, unpack
@@ -42,7 +40,7 @@ THERE = "/ip4/8.8.8.8/udp/4001/quic-v1"
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch):
-    monkeypatch.setattr(punch, "FIRST_S", 0.0)
+    monkeypatch.setattr(punched_members, "FIRST_ASK_S", 0.0)
 
 
 def asked(by, of, side=None, address=THERE, key=None):
@@ -137,7 +135,7 @@ class World:
             theirs[1].write(len(told := asked(peer, me, self.side)).to_bytes(4, "big") + told)
             return mine
 
-        monkeypatch.setattr(punch.Daemon, "launch", launch)
+        monkeypatch.setattr(second_daemon.Daemon, "launch", launch)
         self.supervisor = SimpleNamespace(
             running=lambda: SimpleNamespace(origins=origins, open=opened),
             bootstrapper=SimpleNamespace(seeds={SEED: (f"/ip4/203.0.113.9/tcp/4001/p2p/{SEED}",)}),
@@ -249,14 +247,14 @@ async def test_thousand_requests_are_six(world, caplog):
                 )
             )
     hosts = [address.split("/")[2] for address in world.started[0].dialled]
-    assert hosts == ["8.8.8.0"] * HOST + ["8.8.8.1"] * HOST
-    assert len(hosts) + 2 == EACH
+    assert hosts == ["8.8.8.0"] * MAX_DIALS_OF_HOST + ["8.8.8.1"] * MAX_DIALS_OF_HOST
+    assert len(hosts) + 2 == MAX_REQUESTS_EACH
     assert world.resources.refused() == {"punch": 996}
     assert len(caplog.records) == 2  # the host, and the rate
 
 
 async def test_all_members_together_are_answered_seldom(world):
-    *peers, late = [Identity.ephemeral().peer_id for _ in range(ALL + 1)]
+    *peers, late = [Identity.ephemeral().peer_id for _ in range(MAX_REQUESTS + 1)]
     world.members |= {*peers, late}
     for number, peer in enumerate(peers):
         await world.asks(asked(peer, FIRST, address=f"/ip4/8.8.8.{number}/udp/4001/quic-v1"), peer)
@@ -286,10 +284,10 @@ async def test_one_of_two_relayed_members_asks_and_not_again_soon(monkeypatch):
 
 async def test_member_is_asked_after_time_to_learn(world, monkeypatch):
     """A member is asked once it had time to learn of this one."""
-    monkeypatch.setattr(punch, "FIRST_S", 1000.0)
+    monkeypatch.setattr(punched_members, "FIRST_ASK_S", 1000.0)
 
     assert await world.puncher._look() == []
-    world.puncher._due[SECOND] = (0.0, 0)  # that time is over
+    world.puncher.ask_times._due[SECOND] = (0.0, 0)  # that time is over
     assert await world.puncher._look() == [SECOND]
 
 
@@ -352,7 +350,7 @@ async def test_the_pings_of_bulk_take_its_way(world):
 
 async def test_unanswered_member_stays_relayed(world):
     """Where nobody answers the member stays relayed and is asked again later."""
-    await world.puncher._start()
+    await world.puncher.second.start()
     world.started[0].nobody = True
     assert await world.puncher._look() == [SECOND]
     await world.puncher._try(SECOND)
@@ -407,7 +405,7 @@ async def test_ended_second_daemon_restarts_with_another_key(monkeypatch, me, ot
 
     await world.puncher._try(other)
     world.started[0].gone.set()
-    await world.puncher._watching
+    await world.puncher.second.watching
     assert (world.puncher.daemon, world.puncher.reached) == (None, frozenset())
     assert await world.puncher.open(other, "/x/1") is None
     assert await world.puncher._look() == [other]
@@ -431,7 +429,7 @@ async def test_daemon_of_another_network_is_ended(world):
     world.supervisor.slots.moves += 1
     await world.puncher._look()
     assert before.gone.is_set()
-    await world.puncher._watching
+    await world.puncher.second.watching
     assert world.puncher.daemon is None
     await world.puncher._ask(world.other)
     assert ways.rate() == 0
