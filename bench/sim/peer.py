@@ -22,7 +22,6 @@ from shoal.optim import Alone, Handle, RoundInfo, Steps
 from shoal.optim.parameters import AveragedParameters
 from shoal.swarm.errors import NetworkError
 from shoal.swarm.exchange.contribution import ExchangeHandle, model_digest
-from shoal.swarm.membership.directory import State as DirectoryState
 from shoal.swarm.membership.membership import Membership, NetworkOptions
 from shoal.swarm.state.catch_up import MAX_ASKED, in_order, query_for
 from shoal.swarm.state.snapshot import State
@@ -37,6 +36,7 @@ from shoal.swarm.training.factories import (
 from shoal.swarm.training.member import TrainingMember
 from shoal.swarm.training.shard import Shard
 from shoal.swarm.wire.messages import Member
+from shoal.swarm.wire.record import State as DirectoryState
 from tests.sim.directory import EPOCH, SimDirectory
 from tests.sim.network import settled
 

@@ -6,7 +6,7 @@ and reads the others'.
     directory.members()
 
 It is made of a table of members (`member_table`), what reads records into it (`record_reader`),
-what publishes the own one (`record_publisher`), and the loops in which both happen
+what publishes the own one (`own_record_publisher`), and the loops in which both happen
 (`directory_loops`). Only `refresh`, `wait_for` and `leave` wait for the network.
 """
 
@@ -16,7 +16,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from shoal.swarm.access.policy import AccessPolicy
 from shoal.swarm.errors import NetworkError
@@ -26,19 +26,19 @@ from shoal.swarm.membership.bucket_index import Index
 from shoal.swarm.membership.directory_loops import HASTE_S, MIN_GAP_S, PERIOD_S, DirectoryLoops
 from shoal.swarm.membership.member_table import MemberTable
 from shoal.swarm.membership.own_record import OwnRecord
-from shoal.swarm.membership.record_publisher import RecordPublisher
+from shoal.swarm.membership.own_record_publisher import OwnRecordPublisher
 from shoal.swarm.membership.record_reader import RecordReader
 from shoal.swarm.membership.records import MAX_TTL_S, VerifiedRecord
 from shoal.swarm.membership.room import MAX_IN_VIEW, Room
 from shoal.swarm.membership.twin_watch import CLOCKS_APART_S, TwinWatch
 from shoal.swarm.wire.messages import Member
+from shoal.swarm.wire.record import State
 
 if TYPE_CHECKING:
     from shoal.swarm.p2p.host import Host
 
 log = logging.getLogger(__name__)
 
-State = Literal["waiting", "training", "leaving", "done"]
 PRESENT: tuple[State, ...] = ("waiting", "training")
 
 TTL_S = 30.0
@@ -126,7 +126,7 @@ class Directory:
             access_policy=self.access_policy,
             now=self.now,
         )
-        self._publisher = RecordPublisher(
+        self._publisher = OwnRecordPublisher(
             host,
             identity,
             swarm,

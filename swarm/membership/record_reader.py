@@ -16,7 +16,8 @@ from shoal.swarm.membership import trie
 from shoal.swarm.membership.bucket_index import Index
 from shoal.swarm.membership.records import VerifiedRecord, bits_of, key_of, open_record
 from shoal.swarm.p2p.stream import short
-from shoal.swarm.wire.messages import GONE, Member
+from shoal.swarm.wire.messages import Member
+from shoal.swarm.wire.record import GONE
 
 if TYPE_CHECKING:
     from shoal.swarm.p2p.host import Host

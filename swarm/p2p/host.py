@@ -66,8 +66,8 @@ from shoal.swarm.p2p.stream import Stream, short
 from shoal.swarm.p2p.tasks import running
 from shoal.swarm.pacing.bandwidth import BandwidthLimiter
 from shoal.swarm.pacing.meter import TrafficMeter
-from shoal.swarm.pacing.pace import PING_BYTES, Echo
 from shoal.swarm.pacing.pacer import Pacer
+from shoal.swarm.pacing.pings import PING_BYTES, Echo
 from shoal.swarm.wire.envelope import MAX_ADDRESS
 from shoal.swarm.wire.messages import SEEN_PROTOCOL
 

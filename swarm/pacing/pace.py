@@ -8,15 +8,11 @@ answered.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
 import time
-from collections import deque
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Callable
 
 from shoal.swarm.pacing.link import LinkEstimate
+from shoal.swarm.pacing.pings import Echo, Ping, Pings
 from shoal.swarm.pacing.window import (
     FIRST_WINDOW_BYTES,
     MIN_QUEUE_S,
@@ -24,37 +20,20 @@ from shoal.swarm.pacing.window import (
     CongestionWindow,
 )
 
-PING_BYTES = 32  # which the peer's daemon sends back
-PING_GAP_BYTES = 8 << 10  # between two pings, at least
-PINGS_PER_WINDOW = 16  # at most
+MIN_PING_GAP_BYTES = 8 << 10
+"""Between two pings."""
+MAX_PINGS_PER_WINDOW = 16
 # Without an answer for the first, and so many empty links' delays, but no longer than the second,
 # the peer may be gone, and the window begins anew.
 PONG_TIMEOUT_S = 2.0
 PONG_TIMEOUT_DELAYS = 6
 MAX_PONG_TIMEOUT_S = 4.5
-# Bytes go out at so many times a window in a round trip, at most: answers that waited behind the
-# peer's bulk come in lumps, and bytes that went out in lumps would make a queue here.
 SPREAD_FACTOR = 1.25
-MAX_SPREAD_S = 1.0  # to wait for the next piece
-
-
-class Echo(NamedTuple):
-    """The ends of a stream to a peer that sends back what it gets, `PING_BYTES` at a time."""
-
-    write: Callable[[bytes], None]
-    read: Callable[[], Awaitable[bytes]]
-    """Returns the next answer; one that is cancelled loses nothing.
-
-    Raises OSError or EOFError at the end.
-    """
-
-
-@dataclass
-class _Ping:
-    data: bytes
-    began: float
-    ahead: int
-    """Bytes of bulk that were sent before it."""
+"""Times a window in a round trip that bytes go out at, at most: answers that waited behind the
+peer's bulk come in lumps, and bytes that went out in lumps would make a queue here.
+"""
+MAX_SPREAD_S = 1.0
+"""To wait for the next piece."""
 
 
 class Pace:
@@ -68,20 +47,15 @@ class Pace:
     ) -> None:
         self.link = LinkEstimate()
         self.window = CongestionWindow(self.link, sharers)
-        self.users = 0
-        self.task: asyncio.Future[None] | None = None
         self._clock = clock
-        self._echo: Echo | None = None
-        self._pings: deque[_Ping] = deque()
+        self._pings = Pings(clock)
         self._sent = 0  # bytes of bulk in all
         self._answered = 0  # bytes that went out before a ping that was answered
-        self._pinged = 0  # bytes sent before the last ping
         self._next_at = 0.0  # when more may go out
         self._quickest = float("inf")  # ping of the transfers that are under way
         self._holding = False  # until the empty link was measured
         self._ending = False
         self._moved = asyncio.Event()
-        self._flying = asyncio.Event()
         self._turns = asyncio.Lock()
 
     async def room(self, most: int) -> int:
@@ -90,15 +64,14 @@ class Pace:
         Those before were written. Transfers to the same peer get room in turn.
         """
         async with self._turns:
-            piece = max(
-                self.window.nbytes / PINGS_PER_WINDOW, min(self.window.nbytes / 2, PING_GAP_BYTES)
-            )
-            if self._sent - self._pinged >= piece and not self._holding:
-                self._ping()
+            window = self.window.nbytes
+            piece = max(window / MAX_PINGS_PER_WINDOW, min(window / 2, MIN_PING_GAP_BYTES))
+            if self._sent - self._pings.last_ahead >= piece and not self._holding:
+                self._pings.send(self._sent)
             while self._holding or self._sent - self._answered >= self.window.nbytes:
                 self.window.was_filled = True
                 if not self._pings and not self._holding:
-                    self._ping()
+                    self._pings.send(self._sent)
                 self._moved.clear()
                 await self._moved.wait()
             wait = min(self._next_at - self._clock(), MAX_SPREAD_S)
@@ -116,39 +89,34 @@ class Pace:
 
         Raises OSError or EOFError.
         """
-        self._echo = echo
-        self._pings.clear()
+        self._pings.begin(echo)
         if not self.window.is_paced:
             self.window.restart(float(FIRST_WINDOW_BYTES))
             self._holding = True
-        self._ping()  # also because bulk may wait for room already
+        self._pings.send(self._sent)  # also because bulk may wait for room already
         last_was_sent = False
         # `wait_for` loses a cancellation that comes together with an answer (Python below 3.12), so
         # another measurement ends this one by taking its echo's place.
-        while self._echo is echo:
+        while self._pings.echo is echo:
             if not self._pings:
                 if not self._ending:
-                    self._flying.clear()
-                    await self._flying.wait()
+                    await self._pings.wait()
                     continue
                 if last_was_sent and self.link.is_fresh(self._clock()):
                     return
                 # At the end nothing of this node's is before it, and perhaps nothing of the peer's.
                 last_was_sent = True
-                self._ping()
+                self._pings.send(self._sent)
                 continue
-            data = await self._pong(echo)
-            if self._echo is not echo or (not data and self._ending):
+            data = await self._pings.answer(echo, self._patience_s())
+            if self._pings.echo is not echo or (not data and self._ending):
                 return
             # Nothing goes out before an answer: bytes to a peer that is gone would look as if it
             # took them.
             if not data:
                 self.window.restart(self.window.floor())
                 continue
-            ping = self._pings.popleft()
-            if data != ping.data:
-                raise EOFError("the peer answers pings wrongly")
-            self._answer(ping)
+            self._answer(self._pings.answered(data))
 
     def begin(self) -> None:
         """Start a transfer while there is none: bulk waits until the empty link was measured, if it
@@ -164,11 +132,11 @@ class Pace:
         was long ago, and no more.
         """
         self._ending = True
-        self._flying.set()
+        self._pings.wake()
 
     def stop(self) -> None:
         """End measuring: what was sent will have arrived before there is more to send."""
-        self._echo = None
+        self._pings.echo = None
         self._answered = self._sent
         self._hold(False)
 
@@ -188,23 +156,12 @@ class Pace:
         self._holding = holding
         self._moved.set()
 
-    def _ping(self) -> None:
-        if self._echo is None:
-            return
-        ping = _Ping(os.urandom(PING_BYTES), self._clock(), self._sent)
-        self._pings.append(ping)
-        self._pinged = self._sent
-        self._echo.write(ping.data)
-        self._flying.set()
-
-    async def _pong(self, echo: Echo) -> bytes:
-        """Return the next answer; nothing if none comes in time."""
+    def _patience_s(self) -> float:
+        """Return how long to wait for an answer."""
         patience_s = PONG_TIMEOUT_S + PONG_TIMEOUT_DELAYS * self.link.empty_delay()
-        with contextlib.suppress(asyncio.TimeoutError):
-            return await asyncio.wait_for(echo.read(), min(patience_s, MAX_PONG_TIMEOUT_S))
-        return b""
+        return min(patience_s, MAX_PONG_TIMEOUT_S)
 
-    def _answer(self, ping: _Ping) -> None:
+    def _answer(self, ping: Ping) -> None:
         now = self._clock()
         delay = now - ping.began
         self._answered = max(self._answered, ping.ahead)

@@ -9,12 +9,24 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
 
-from shoal.swarm.pacing.pace import Echo, Pace
+from shoal.swarm.pacing.pace import Pace
+from shoal.swarm.pacing.pings import Echo
 
-MAX_PACES = 256  # peers whose pace is remembered
+MAX_PACES = 256
+"""Peers whose pace is remembered."""
 
 log = logging.getLogger(__name__)
+
+
+@dataclass
+class _PaceInUse:
+    """A pace, how many transfers use it, and what measures it meanwhile."""
+
+    pace: Pace
+    users: int = 0
+    task: asyncio.Future[None] | None = None
 
 
 class Pacer:
@@ -30,7 +42,7 @@ class Pacer:
     ) -> None:
         self._echo = echo
         self._clock = clock
-        self._paces: OrderedDict[str, Pace] = OrderedDict()
+        self._paces: OrderedDict[str, _PaceInUse] = OrderedDict()
         self._busy = 0  # paces in use
 
     @contextlib.contextmanager
@@ -39,45 +51,47 @@ class Pacer:
 
         On the loop.
         """
-        pace = self._paces.get(peer)
-        if pace is None:
-            pace = Pace(self._clock, lambda: max(self._busy, 1))
-            self._paces[peer] = pace
+        used = self._paces.get(peer)
+        if used is None:
+            used = _PaceInUse(Pace(self._clock, lambda: max(self._busy, 1)))
+            self._paces[peer] = used
         self._paces.move_to_end(peer)
-        pace.users += 1
-        if pace.users == 1:
+        used.users += 1
+        if used.users == 1:
             self._busy += 1
-            pace.begin()
-        if pace.task is None:
-            pace.task = asyncio.ensure_future(self._measure(peer, pace))
+            used.pace.begin()
+        if used.task is None:
+            used.task = asyncio.ensure_future(self._measure(peer, used))
         try:
-            yield pace
+            yield used.pace
         finally:
-            pace.users -= 1
-            if not pace.users:
+            used.users -= 1
+            if not used.users:
                 self._busy -= 1
-                pace.end()
+                used.pace.end()
                 self._forget_oldest()
 
     def round_trip(self, peer: str) -> float | None:
         """Return the seconds that the empty link to ``peer`` and back takes; None while that was
         not measured.
         """
-        pace = self._paces.get(peer)
-        if pace is None or not pace.link.measured:
+        used = self._paces.get(peer)
+        if used is None or not used.pace.link.measured:
             return None
-        return pace.link.empty_delay()
+        return used.pace.link.empty_delay()
 
     def forget(self, peer: str) -> None:
-        if (pace := self._paces.get(peer)) is not None:
-            pace.forget()
+        used = self._paces.get(peer)
+        if used is not None:
+            used.pace.forget()
 
     def _forget_oldest(self) -> None:
-        idle = [peer for peer, pace in self._paces.items() if not pace.users]
+        idle = [peer for peer, used in self._paces.items() if not used.users]
         for peer in idle[: max(len(self._paces) - MAX_PACES, 0)]:
             del self._paces[peer]
 
-    async def _measure(self, peer: str, pace: Pace) -> None:
+    async def _measure(self, peer: str, used: _PaceInUse) -> None:
+        pace = used.pace
         try:
             while True:
                 async with self._echo(peer) as echo:
@@ -85,11 +99,11 @@ class Pacer:
                         break
                     await pace.measure(echo)
                 # Another transfer may have begun while the pings of the last one ended.
-                if not pace.users:
+                if not used.users:
                     pace.stop()
                     return
         except Exception as error:  # bulk that waits for its pace must go on
             log.debug("bulk to a peer is not paced: %r", error)
         finally:
-            pace.task = None
+            used.task = None
         pace.free()

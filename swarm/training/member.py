@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 from shoal.optim import FLOAT32, OuterOptimizer, RoundInfo
 from shoal.swarm.exchange.pair.exchange import PairExchange
 from shoal.swarm.exchange.robust import DistanceScreen
-from shoal.swarm.membership.directory import State as DirectoryState
 from shoal.swarm.membership.membership import SHOAL_VERSION, Membership
 from shoal.swarm.p2p.addresses import range_met
 from shoal.swarm.settings.outer import MAX_GROUP
@@ -35,6 +34,7 @@ from shoal.swarm.training.record_keeper import RecordKeeper, RoundReport
 from shoal.swarm.training.shard import Shard
 from shoal.swarm.wire.envelope import MAX_BYTES, Sketch, rate, real, share
 from shoal.swarm.wire.record import MAX_PARTNERS, TAIL, NodeRecord, Round
+from shoal.swarm.wire.record import State as DirectoryState
 
 if TYPE_CHECKING:
     from shoal.swarm.exchange.group.exchange import GroupExchange

@@ -42,7 +42,6 @@ from shoal.swarm.changes import changed, described
 from shoal.swarm.exchange.contribution import model_digest
 from shoal.swarm.exchange.pair.exchange import PairExchange
 from shoal.swarm.exchange.robust import LossCheck
-from shoal.swarm.membership.directory import State as DirectoryState
 from shoal.swarm.membership.membership import Membership
 from shoal.swarm.membership.overview import overview
 from shoal.swarm.settings.outer import OuterSettings
@@ -74,6 +73,7 @@ from shoal.swarm.training.session_setup import (
 )
 from shoal.swarm.training.shard import Shard, least_used
 from shoal.swarm.training.step_watch import StepWatch, follow
+from shoal.swarm.wire.record import State as DirectoryState
 
 if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler

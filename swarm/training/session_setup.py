@@ -30,7 +30,6 @@ from shoal.swarm.exchange.contribution import model_digest
 from shoal.swarm.exchange.pair.exchange import PairExchange
 from shoal.swarm.identity import Identity
 from shoal.swarm.manifest import Manifest
-from shoal.swarm.membership.directory import State as DirectoryState
 from shoal.swarm.membership.membership import OWN_LOOP, Membership
 from shoal.swarm.settings.outer import OuterSettings
 from shoal.swarm.settings.training import TrainSettings
@@ -38,6 +37,7 @@ from shoal.swarm.state.catch_up import catch_up
 from shoal.swarm.state.snapshot import State
 from shoal.swarm.training.member import TrainingMember
 from shoal.swarm.wire.envelope import seal
+from shoal.swarm.wire.record import State as DirectoryState
 
 if TYPE_CHECKING:
     from shoal.swarm.exchange.group.exchange import GroupExchange

@@ -11,8 +11,9 @@ import pytest
 from shoal.swarm.pacing import pacer as pacers
 from shoal.swarm.pacing.link import EMPTY_DELAY_VALID_S
 from shoal.swarm.pacing.meter import TrafficMeter
-from shoal.swarm.pacing.pace import MAX_PONG_TIMEOUT_S, PING_GAP_BYTES, Echo
+from shoal.swarm.pacing.pace import MAX_PONG_TIMEOUT_S, MIN_PING_GAP_BYTES
 from shoal.swarm.pacing.pacer import Pacer
+from shoal.swarm.pacing.pings import Echo
 from shoal.swarm.pacing.window import SURPLUS_BYTES
 from tests.sim.clock import VirtualLoop
 
@@ -184,7 +185,7 @@ def test_narrow_window_grows_between_transfers(loop):
     async def often():
         await net.send(40 * MB)
         # as after a moment in which this machine was busy
-        window = net.pacer._paces["b"].window
+        window = net.pacer._paces["b"].pace.window
         window.nbytes = MB / 2
         window.young = False
         for _ in range(6):
@@ -440,7 +441,7 @@ def test_measuring_ends_with_the_transfer(loop, late):
         for _ in range(4):
             with pacer.to("b") as pace:
                 for _ in range(3):
-                    await pace.room(PING_GAP_BYTES)  # each with a ping, and its answer at once
+                    await pace.room(MIN_PING_GAP_BYTES)  # each with a ping, and its answer at once
                 for _ in range(late):
                     await asyncio.sleep(0)
             await asyncio.sleep(10 * MAX_PONG_TIMEOUT_S)

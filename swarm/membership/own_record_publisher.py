@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from shoal.swarm.p2p.host import Host
 
 
-class RecordPublisher:
+class OwnRecordPublisher:
     """The record of the node with ``identity`` in ``swarm``.
 
     ``lives`` returns the seconds for which a record lives. All but `publish` is for any thread.
