@@ -51,7 +51,7 @@ from shoal.optim.exchange.robust_shares import GRID
 from shoal.optim.exchange.simulation import SimulatedExchange
 from shoal.optim.exchange.update_screen import Contributions
 from shoal.swarm.exchange.robust import PATIENCE, DistanceScreen, LossCheck, Robust
-from shoal.swarm.training.factories import LossTrial
+from shoal.swarm.training.loss_trial import LossTrial
 
 METHODS: dict[str, tuple[Robust, dict[str, float]]] = {
     "noloco": ("clipped-gossip", {"lr": 1.0, "momentum": 0.3}),

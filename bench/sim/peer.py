@@ -26,14 +26,9 @@ from shoal.swarm.membership.membership import Membership, NetworkOptions
 from shoal.swarm.state.catch_up import MAX_ASKED, in_order, query_for
 from shoal.swarm.state.snapshot import State
 from shoal.swarm.state.sync import begin_fetch
-from shoal.swarm.training.factories import (
-    announced_speeds,
-    make_exchange,
-    make_outer,
-    make_screen,
-    round_length,
-)
+from shoal.swarm.training.factories import make_exchange, make_outer, make_screen
 from shoal.swarm.training.member import TrainingMember
+from shoal.swarm.training.round_steps import announced_speeds, round_length
 from shoal.swarm.training.shard import Shard
 from shoal.swarm.wire.messages import Member
 from shoal.swarm.wire.record import State as DirectoryState

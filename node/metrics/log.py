@@ -24,8 +24,8 @@ from shoal.swarm.errors import Repeats, ShoalError
 if TYPE_CHECKING:
     from shoal.optim import OuterOptimizer, RoundInfo
     from shoal.swarm.membership.membership import Membership
-    from shoal.swarm.training.factories import Rates
     from shoal.swarm.training.record_keeper import RoundReport
+    from shoal.swarm.training.step_rate import Rates
 
 Fields = Mapping[str, Any]
 Value = None | bool | int | float | str | Sequence["Value"] | Mapping[str, "Value"]

@@ -35,7 +35,8 @@ from shoal.swarm.membership.membership import Membership
 from shoal.swarm.settings.outer import OuterSettings
 from shoal.swarm.settings.training import TrainSettings
 from shoal.swarm.settings.verification import Terms
-from shoal.swarm.training.factories import LossTrial, steps_of_rounds
+from shoal.swarm.training.loss_trial import LossTrial
+from shoal.swarm.training.round_steps import steps_of_rounds
 from shoal.swarm.training.shard import least_used
 from shoal.swarm.wire.envelope import seal
 from shoal.swarm.wire.messages import Member

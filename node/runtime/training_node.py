@@ -55,11 +55,13 @@ from shoal.swarm.state.catch_up import catch_up
 from shoal.swarm.state.progress import FetchProgress
 from shoal.swarm.state.snapshot import State
 from shoal.swarm.topics.status import StatusReporter
-from shoal.swarm.training.factories import Rates, announced_speeds, make_exchange, make_screen
+from shoal.swarm.training.factories import make_exchange, make_screen
 from shoal.swarm.training.last_average import LastAverage, averages_at_end
 from shoal.swarm.training.member import TrainingMember
+from shoal.swarm.training.round_steps import announced_speeds
 from shoal.swarm.training.session_setup import until_started, waiting_for
 from shoal.swarm.training.shard import settled
+from shoal.swarm.training.step_rate import Rates
 
 if TYPE_CHECKING:
     from shoal.node.rl.rollout_sharing import RolloutSharing

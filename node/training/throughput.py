@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shoal.swarm.training.factories import Rates, StepRate
+from shoal.swarm.training.step_rate import Rates, StepRate
 
 # Published peaks of devices, by which model FLOPs utilisation is measured. A device that is not
 # listed has none: no guesses.

@@ -41,8 +41,10 @@ from shoal.optim import Alone, Exchange, RoundInfo
 from shoal.optim.parameters import AveragedParameters
 from shoal.swarm.settings.outer import OuterSettings
 from shoal.swarm.settings.training import TrainSettings
-from shoal.swarm.training.factories import Rates, make_outer, round_length
+from shoal.swarm.training.factories import make_outer
 from shoal.swarm.training.last_average import EndReport, LastAverage, average_at_end
+from shoal.swarm.training.round_steps import round_length
+from shoal.swarm.training.step_rate import Rates
 
 log = logging.getLogger(__name__)
 

@@ -8,9 +8,9 @@ import asyncio
 import contextlib
 import itertools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from shoal.swarm.errors import NetworkError, StartupError
 from shoal.swarm.p2p import connections
@@ -26,9 +26,9 @@ from shoal.swarm.wire.messages import SEED_PROTOCOL
 if TYPE_CHECKING:
     from hivemind.dht.node import DHTNode
 
-    from shoal.swarm.p2p.daemon_supervisor import DaemonSupervisor
-
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 MAX_LOOKED_UP = 16
 """Connected peers whose addresses are looked up at each look around."""
@@ -62,6 +62,24 @@ class HostOptions:
     must_join: bool
 
 
+class Supervisor(Protocol):
+    """What keeps the daemon alive, as far as a bootstrapper needs it."""
+
+    addresses: tuple[str, ...]
+
+    def running(self) -> Daemon:
+        """Return the daemon. Raises NetworkError during a restart."""
+        ...
+
+    def running_dht(self) -> DHTNode:
+        """Return the DHT node. Raises NetworkError during a restart."""
+        ...
+
+    async def unless_down(self, work: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
+        """Await ``work``, but give it up the moment the daemon dies."""
+        ...
+
+
 class Bootstrapper:
     """Find the members of the swarm.
 
@@ -70,7 +88,7 @@ class Bootstrapper:
 
     def __init__(
         self,
-        supervisor: DaemonSupervisor,
+        supervisor: Supervisor,
         peer_id: str,
         options: HostOptions,
         known: Peerstore,

@@ -4,184 +4,42 @@ numbers for its record.
 The exchange, the optimizer and the directory report numbers, of which `Notice` are made here. Each
 is said once while it lasts, or at most as often as its constant says. `TrainingMember.news` hands
 them on.
-
-Members that vanish together, unlike crashed machines, which vanish one by one, show a network
-partition. A member vanishes when its record expires though it did not announce that it leaves. A
-node suspects a partition if at least two vanished at about the same moment, or all others did, even
-a single one: then this node may be the one that is cut off. The suspicion ends when a vanished
-member returns. It is no proof: one machine with two nodes looks the same when it loses power.
 """
 
 from __future__ import annotations
 
-import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
-from shoal.optim import OuterOptimizer, RoundInfo, Steps
+from shoal.optim import RoundInfo
 from shoal.swarm.errors import Repeats
 from shoal.swarm.exchange.contribution import RECENT, ExchangeStats
-from shoal.swarm.exchange.cost import BUSY
 from shoal.swarm.exchange.robust import RejectedUpdate
 from shoal.swarm.membership.directory import Directory
 from shoal.swarm.membership.health_report import FAILED, PARTNERLESS, partner_remedy
-from shoal.swarm.p2p.newest import Newest
 from shoal.swarm.p2p.stream import short
 from shoal.swarm.refusals import listed
+from shoal.swarm.training.notice import Notice
+from shoal.swarm.training.partition_detector import PartitionDetector, some
 from shoal.swarm.wire.envelope import Sketch
 from shoal.swarm.wire.messages import Member
-from shoal.swarm.wire.record import MAX_MISSING
 
-# A record is renewed every 5 s and read every 5 s: last signs of peers that were cut off together
-# differ by both and a margin.
-WITHIN = 12.0
-# seconds that a member must be missing: a node that slept itself finds all records expired until it
-# reads again
-CONFIRM = 10.0
-FORGET = 3600.0  # seconds after which a missing member is forgotten
-
-
-@dataclass(frozen=True)
-class SuspectedPartition:
-    """Suspicion that members ``names`` of ``of`` were cut off: their last signs lie within
-    ``within_s`` seconds.
-    """
-
-    names: tuple[str, ...]
-    of: int
-    within_s: float
-
-    def __str__(self) -> str:
-        return (
-            f"a partition is suspected: {len(self.names)} of {self.of} members vanished within "
-            f"{self.within_s:.0f} s ({_some(self.names)}); training goes on with "
-            f"{self.of - len(self.names)}, and they come together again by themselves"
-        )
-
-    def fields(self) -> dict[str, Any]:
-        """Return the fields of a `Member` that report it."""
-        return {
-            "missing": len(self.names),
-            "missing_of": self.of,
-            "missing_within_s": self.within_s,
-            "missing_names": tuple(name[:16] for name in self.names[:MAX_MISSING]),
-        }
-
-
-@dataclass
-class _LastSign:
-    name: str
-    issued: float
-    heard: float
-    missing_since: float | None = None
-
-
-class PartitionDetector:
-    """Detector that follows the members in view.
-
-    ``me``: the own peer id. Seconds are of a monotonic clock of the caller.
-    """
-
-    def __init__(self, me: str) -> None:
-        self._me = me
-        self._seen = Newest[str, _LastSign](4096)  # anybody may publish records, and renew none
-        self.suspected: SuspectedPartition | None = None
-
-    def look(
-        self,
-        members: Mapping[str, Member],
-        left: Collection[str],
-        now: float,
-        belongs: Callable[[str], bool] = lambda peer: True,
-    ) -> list[str]:
-        """Note the members in view and those that left on purpose; return what to report, in
-        sentences.
-
-        ``belongs``: predicate of peers that would be in view if they were there; others were
-        reassigned to another bucket.
-        """
-        back = []
-        for peer, member in members.items():
-            seen = self._seen.get(peer)
-            if seen is None or seen.issued != member.issued or seen.missing_since is not None:
-                if seen is not None and self._confirmed(seen, now):
-                    back.append(member.name)
-                self._seen[peer] = _LastSign(member.name, member.issued, now)
-        for peer in [peer for peer in self._seen if peer not in members]:
-            seen = self._seen[peer]
-            if seen.missing_since is None:
-                seen.missing_since = now
-            if (
-                peer in left
-                or peer == self._me
-                or not belongs(peer)
-                or now - seen.missing_since > FORGET
-            ):
-                del self._seen[peer]
-        before, self.suspected = self.suspected, self._suspect(members, now)
-        if self.suspected is not None and (
-            before is None or set(self.suspected.names) - set(before.names)
-        ):
-            return [str(self.suspected)]
-        if before is not None and (returned := sorted(set(back) & set(before.names))):
-            still = (
-                f"; {len(self.suspected.names)} are still missing"
-                if self.suspected is not None
-                else ""
-            )
-            return [f"together again with {_some(returned)}{still}"]
-        return []
-
-    def _confirmed(self, seen: _LastSign, now: float) -> bool:
-        return seen.missing_since is not None and now - seen.missing_since >= CONFIRM
-
-    def _suspect(self, members: Mapping[str, Member], now: float) -> SuspectedPartition | None:
-        missing = sorted(
-            (seen for seen in self._seen.values() if self._confirmed(seen, now)),
-            key=lambda seen: seen.heard,
-        )
-        first = 0
-        longest = slice(0)
-        for last, seen in enumerate(missing):
-            while seen.heard - missing[first].heard > WITHIN:
-                first += 1
-            longest = max(
-                longest, slice(first, last + 1), key=lambda part: part.stop - (part.start or 0)
-            )
-        together = missing[longest]
-        alone = not members.keys() - {self._me}
-        if len(together) < 2 and not (together and alone):
-            return None
-        names = tuple(sorted(seen.name for seen in together))
-        return SuspectedPartition(
-            names,
-            len(members.keys() | {self._me}) + len(names),
-            together[-1].heard - together[0].heard,
-        )
-
-
-SEVERAL = 3  # rounds in a row without a partner that are worth a sentence
-
-
-class Notice(NamedTuple):
-    """A sentence for this node's user; ``about``: partition, partner, weights, update, refused,
-    lag, membership, or internal.
-    """
-
-    about: str
-    said: str
-
-
-NOBODY = ("nobody", "model", "odd")  # reasons of an exchange with whom nobody was there
-LOOK_S = 1.0  # seconds between two looks at the members: records change every five
-# seconds between two sentences about weights that differ: a hostile peer may say so of its own in
-# each round
-AGAIN_S = 600.0
-KEPT = 64  # notices that are not read yet
-REFUSED_S = 60.0  # seconds between two sentences about what was refused of others
+ALONE_ROUNDS = 3
+"""Rounds in a row without a partner that are worth a sentence."""
+NOBODY = ("nobody", "model", "odd")
+"""Reasons of an exchange with whom nobody was there."""
+LOOK_S = 1.0
+"""Between two looks at the members: records change every five."""
+SAY_AGAIN_S = 600.0
+"""Between two sentences about weights that differ: a hostile peer may say so of its own in each
+round.
+"""
+MAX_UNREAD = 64
+"""Notices that are not read yet."""
+SAY_REFUSED_S = 60.0
+"""Between two sentences about what was refused of others."""
 
 
 class Diagnosis:
@@ -209,13 +67,12 @@ class Diagnosis:
         self.absence = PartitionDetector(me)
         self._waits: deque[float] = deque(maxlen=RECENT)
         self._said = Repeats(clock)
-        self._news = deque[Notice](maxlen=KEPT)
-        # exchanges in a row without a partner, not counting those in which the number of members
-        # was odd
+        self._news = deque[Notice](maxlen=MAX_UNREAD)
+        # Exchanges in a row without a partner, not counting those in which the number of members
+        # was odd.
         self._without = 0
-        self._partnerless: tuple[str, int] | None = (
-            None  # the reason, and for how many rounds by now
-        )
+        # The reason, and for how many rounds by now.
+        self._partnerless: tuple[str, int] | None = None
         self._refused = Counter[str]()
         self._own_errors = 0  # exchanges in a row that an error of this node's own code ended
         self.exchanged = 0
@@ -244,12 +101,9 @@ class Diagnosis:
         if len(info.members) > 1:
             self.exchanged += 1
             if self._said.over(*PARTNERLESS):
-                self._news.append(
-                    Notice(
-                        "partner",
-                        f"rounds have partners again, after {self._without // fragments} without",
-                    )
-                )
+                rounds = self._without // fragments
+                said = f"rounds have partners again, after {rounds} without"
+                self._news.append(Notice("partner", said))
             self._without = 0
             self._partnerless = None
             return ""
@@ -257,7 +111,7 @@ class Diagnosis:
         self._missed[reason] += reason not in NOBODY
         self._without += reason in PARTNERLESS
         rounds = self._without // fragments
-        if rounds >= SEVERAL and reason in PARTNERLESS:
+        if rounds >= ALONE_ROUNDS and reason in PARTNERLESS:
             self._partnerless = reason, rounds
             if self._said.due(reason):
                 said = (
@@ -281,7 +135,7 @@ class Diagnosis:
         self._without = 0
         self._partnerless = None
         self._missed["internal"] += 1
-        if self._own_errors >= fragments and self._said.due("internal", AGAIN_S):
+        if self._own_errors >= fragments and self._said.due("internal", SAY_AGAIN_S):
             said = (
                 "this node trains alone: an error in its own code, and not in the network, ended "
                 f"every exchange of its last {_rounds(self._own_errors // fragments)} "
@@ -296,13 +150,14 @@ class Diagnosis:
         missed = self._missed.total()
         if self.exchanged or not missed:
             return ""
-        if count := self._missed["internal"]:
+        count = self._missed["internal"]
+        if count:
             return (
                 "this node trained alone though others were there: an error in its own code, and "
                 f"not in the network, ended {count} of {missed} exchanges "
                 f"{self.stats.errors.newest()}"
             )
-        if missed < SEVERAL * fragments:
+        if missed < ALONE_ROUNDS * fragments:
             return ""
         (reason, _), *_ = self._missed.most_common(1)
         return (
@@ -318,10 +173,10 @@ class Diagnosis:
         """Return the reason why a round had no partner, a key of `PARTNERLESS` or "odd", and in
         words.
         """
-        others = {
-            peer: member for peer, member in self._directory.members().items() if peer != self._me
-        }
-        if failures := self.stats.of(info.key).failures:
+        others = dict(self._directory.members())
+        others.pop(self._me, None)
+        failures = self.stats.of(info.key).failures
+        if failures:
             peer, kind = failures[-1]
             return kind, f"{_name(peer, others)} {FAILED[kind]}"
         if not any(member.model == model for member in others.values()):
@@ -329,14 +184,13 @@ class Diagnosis:
             return reason, PARTNERLESS[reason][0]
         if odd:
             return "odd", "the number of members is odd"
-        if passed := self.stats.passed(info.key):
+        passed = self.stats.passed(info.key)
+        if passed:
             peer, last = passed[-1]
             what = "held training for too long" if last is None else FAILED[last]
             more = f", as {len(passed) - 1} more are" if len(passed) > 1 else ""
-            return (
-                last or "timeout",
-                f"{_name(peer, others)} {what} before, and is passed over for a while{more}",
-            )
+            why = f"{_name(peer, others)} {what} before, and is passed over for a while{more}"
+            return last or "timeout", why
         return "taken", PARTNERLESS["taken"][0]
 
     def rejected(self, updates: Sequence[RejectedUpdate]) -> None:
@@ -345,35 +199,30 @@ class Diagnosis:
         """
         members = self._directory.everyone() if updates else {}
         for update in updates:
-            what = (
+            said = (
                 f"refused what {_name(update.peer, members)} sent in round {update.key.round}: "
-                f"{update}"
+                f"{update}; if you trust all peers, set {update.unless}"
             )
-            self._news.append(
-                Notice("update", f"{what}; if you trust all peers, set {update.unless}")
-            )
+            self._news.append(Notice("update", said))
 
     def refused(self, counts: Mapping[str, int]) -> None:
         """Note how many streams, calls and records of others were refused so far, by reason."""
-        if (since := Counter(counts) - self._refused) and self._said.due("refusals", REFUSED_S):
+        since = Counter(counts) - self._refused
+        if since and self._said.due("refusals", SAY_REFUSED_S):
             self._refused = Counter(counts)
-            self._news.append(
-                Notice(
-                    "refused", f"refused from other peers since it was last said: {listed(since)}"
-                )
-            )
+            said = f"refused from other peers since it was last said: {listed(since)}"
+            self._news.append(Notice("refused", said))
 
     def apart(self, peers: Collection[str], members: Mapping[str, Member], gives_way: bool) -> None:
         """Note that the weights of ``peers`` differ from this node's; once for each event."""
-        if not peers or not self._said.due(gives_way, AGAIN_S):
+        if not peers or not self._said.due(gives_way, SAY_AGAIN_S):
             return
         names = [_name(peer, members) for peer in sorted(peers)]
-        them = f"{len(names)} other member{'s' if len(names) > 1 else ''} ({_some(names)})"
-        who = (
-            f"this node's weights differ from those of {them}, so it takes over theirs"
-            if gives_way
-            else f"the weights of {them} differ from this node's, and are to give way to them"
-        )
+        them = f"{len(names)} other member{'s' if len(names) > 1 else ''} ({some(names)})"
+        if gives_way:
+            who = f"this node's weights differ from those of {them}, so it takes over theirs"
+        else:
+            who = f"the weights of {them} differ from this node's, and are to give way to them"
         said = (
             f"{who}; to load other weights on purpose, call opt.restart_from_model() on all members"
         )
@@ -419,14 +268,11 @@ class Diagnosis:
         """
         if self._said.due("look", LOOK_S):
             at = self._directory
-            said = self.absence.look(at.everyone(), at.departed(), self._said.clock(), at.belongs)
-            self._news += [Notice("partition", sentence) for sentence in said]
+            now = self._said.clock()
+            for said in self.absence.look(at.everyone(), at.departed(), now, at.belongs):
+                self._news.append(Notice("partition", said))
         self._news += [Notice("internal", sentence) for sentence in self.stats.errors.news()]
         return [self._news.popleft() for _ in range(len(self._news))]
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:MAX_MISSING]) + (", …" if len(names) > MAX_MISSING else "")
 
 
 def _name(peer: str, members: Mapping[str, Member]) -> str:
@@ -435,105 +281,3 @@ def _name(peer: str, members: Mapping[str, Member]) -> str:
 
 def _rounds(count: int) -> str:
     return "round" if count <= 1 else f"{count} rounds"
-
-
-MBIT = 125_000  # bytes
-FULL = 8  # exchanges in a row that took a whole round, after which the user is informed
-WAITED_S = 0.05  # seconds of waiting that count as such
-
-
-class LagReport:
-    """Account of the exchanges of ``opt``; for the thread that trains.
-
-    ``rate``: returns the bytes a second that this node's link carries, None where that is not
-    known. ``clock``: seconds.
-    """
-
-    def __init__(
-        self,
-        opt: OuterOptimizer,
-        rate: Callable[[], float | None] = lambda: None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._opt = opt
-        self._rate = rate
-        self._said = Repeats(clock)
-        self.late = 0
-        """Exchanges so far that came after their lag."""
-        self._waits: deque[float] = deque(maxlen=FULL)
-        self._rounds: deque[tuple[int, float, int]] = deque(
-            maxlen=FULL
-        )  # bytes sent, seconds of computing, inner steps
-        self._over: tuple[float, int] | None = (
-            None  # when the last exchange was applied, and after how many inner steps
-        )
-
-    def on_round(self, info: RoundInfo, wait_s: float, sent: int = 0) -> None:
-        """Note an exchange that was applied; training stood still for ``wait_s`` seconds since the
-        one before, and this node sent ``sent`` bytes of all kinds.
-        """
-        self.late += info.late
-        now = self._said.clock()
-        over = self._over
-        self._over = now, info.step
-        if len(info.members) > 1 and wait_s > WAITED_S and over is not None:
-            self._rounds.append((sent, now - over[0] - wait_s, info.step - over[1]))
-        else:
-            self._rounds.clear()
-        if (
-            len(info.members) > 1
-            and wait_s > WAITED_S
-            and self._opt.lag_auto
-            and self._opt.lag >= self._opt.schedule.every
-        ):
-            self._waits.append(wait_s)
-        else:
-            self._waits.clear()
-
-    def details(self) -> dict[str, Any]:
-        return {"lag": self._opt.lag, "lag_auto": self._opt.lag_auto, "late": self.late}
-
-    def news(self) -> list[Notice]:
-        """Return a sentence, once, if the link does not carry the settings: exchanges take longer
-        than a round's computing.
-        """
-        sentence = self._too_slow()
-        if not sentence and len(self._waits) == FULL:
-            sentence = (
-                "Exchanges take this node longer than a round, so training waits for each "
-                f"({sum(self._waits) / FULL:.2g} s recently): longer rounds ({self._longer()}) or "
-                "a smaller codec (outer.codec) would end that, more fragments would not; `shoal "
-                "plan` shows which settings fit this link."
-            )
-        return [Notice("lag", sentence)] if sentence and self._said.due("lag") else []
-
-    def _longer(self) -> str:
-        """Return the setting that says how long a round is."""
-        return "outer.every" if isinstance(self._opt.length, Steps) else "outer.round"
-
-    def _too_slow(self) -> str:
-        rate = self._rate()
-        nbytes, seconds, steps = (
-            (sum(part) for part in zip(*self._rounds, strict=True)) if self._rounds else (0, 0.0, 0)
-        )
-        if (
-            rate is None
-            or len(self._rounds) < FULL
-            or nbytes <= rate * seconds
-            or seconds <= 0
-            or steps <= 0
-        ):
-            return ""
-        every = self._opt.schedule.every
-        params = sum(math.prod(shape) for shape in self._opt.shapes)
-        times = nbytes / seconds / (BUSY * rate)
-        rounds = f"rounds of {math.ceil(every * times)} inner steps (outer.every, now {every})"
-        if self._longer() != "outer.every":
-            rounds = f"rounds {times:.2g} times as long ({self._longer()})"
-        return (
-            f"This node's link carries {rate / MBIT:.2g} Mbit/s, but these settings send "
-            f"{nbytes / seconds / MBIT:.2g} Mbit/s for the time that it computes, so training "
-            f"waits for the network: {rounds} or a smaller codec (outer.codec) would fit; see "
-            f"`shoal plan --params {params} --mbit {rate / MBIT:.2g} --step "
-            f"{seconds / steps:.2g}`."
-        )

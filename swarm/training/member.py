@@ -1,215 +1,38 @@
 """One training peer's duties towards its swarm, the same for ``shoal up``, loops of one's own and
 simulated peers.
-
-Keep an outer optimizer in step with its swarm: the round it is in, the weights it takes over, and
-those it hands out.
 """
 
 from __future__ import annotations
 
-import itertools
-import logging
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-from shoal.optim import FLOAT32, OuterOptimizer, RoundInfo
+from shoal.optim import OuterOptimizer, RoundInfo
 from shoal.swarm.exchange.pair.exchange import PairExchange
 from shoal.swarm.exchange.robust import DistanceScreen
 from shoal.swarm.membership.membership import SHOAL_VERSION, Membership
 from shoal.swarm.p2p.addresses import range_met
-from shoal.swarm.settings.outer import MAX_GROUP
-from shoal.swarm.state.catch_up import in_step
-from shoal.swarm.state.chunk_server import CHUNKS_PROTOCOL
-from shoal.swarm.state.drift import DriftDetector
-from shoal.swarm.state.resync import Resynchronizer
 from shoal.swarm.state.snapshot import State
-from shoal.swarm.state.state_server import StateServer
 from shoal.swarm.topics.status import StatusReporter
-from shoal.swarm.training.diagnosis import Diagnosis, LagReport, Notice
-from shoal.swarm.training.factories import Rates
+from shoal.swarm.training.lag_report import LagReport
 from shoal.swarm.training.last_average import EndReport
+from shoal.swarm.training.notice import Notice
+from shoal.swarm.training.outer_sync import OuterSync
 from shoal.swarm.training.record_keeper import RecordKeeper, RoundReport
+from shoal.swarm.training.round_totals import RoundTotals
 from shoal.swarm.training.shard import Shard
-from shoal.swarm.wire.envelope import MAX_BYTES, Sketch, rate, real, share
+from shoal.swarm.training.step_rate import Rates
+from shoal.swarm.wire.envelope import MAX_BYTES, rate, real, share
 from shoal.swarm.wire.record import MAX_PARTNERS, TAIL, NodeRecord, Round
 from shoal.swarm.wire.record import State as DirectoryState
 
 if TYPE_CHECKING:
     from shoal.swarm.exchange.group.exchange import GroupExchange
 
-log = logging.getLogger(__name__)
-
-
-class OuterSync:
-    """One optimizer's link to its swarm; hands out its slow weights from now on.
-
-    All is for the thread that trains.
-
-    Args:
-        membership: this peer's place in the swarm.
-        model: digest of the model's names and shapes.
-        exchange: the optimizer's.
-        screen: the screen by which that exchange refuses updates.
-        clock: seconds; a simulation has its own.
-    """
-
-    def __init__(
-        self,
-        membership: Membership,
-        model: str,
-        opt: OuterOptimizer,
-        exchange: PairExchange | GroupExchange,
-        screen: DistanceScreen,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._opt = opt
-        self._exchange = exchange
-        self._screen = screen
-        self._directory = membership.directory
-        host = membership.host
-        me = membership.identity.peer_id
-        shapes = opt.shapes
-        host.resource_manager.meter(
-            CHUNKS_PROTOCOL,
-            max(int(membership.network.models_per_hour * FLOAT32.nbytes(shapes)), 1),
-        )
-        self._server = StateServer(
-            host, membership.swarm, model, shapes, clock, opt.parameters.names
-        )
-        self._resynchronizer = Resynchronizer(
-            membership,
-            model,
-            self._server,
-            opt,
-            exchange.stats,
-            self._took_over,
-            clock,
-            lambda: exchange.evidence.partners,
-        )
-        self._drift = DriftDetector(me, model, MAX_GROUP)
-        self._restarts = opt.restarts
-        self.diagnosis = Diagnosis(
-            exchange.stats,
-            membership.directory,
-            me,
-            self._sketch,
-            clock,
-            in_seconds=membership.manifest.outer.round.startswith("seconds"),
-        )
-        exchange.sketch = self._sketch
-
-    def begin_from(self, state: State) -> None:
-        """Take over the weights and the round of ``state``: of a swarm that is under way, or those
-        that it begins with.
-        """
-        round = in_step(self._opt, state)
-        self._opt.adopt(
-            state.slow, round=round, into_model=True, shared=state.extra, applied=state.applied
-        )
-        if state.round > 0:
-            # others' weights, not yet trained here: the first round has weight 0
-            self._opt.listen()
-        self._resynchronizer.joined(state)
-        self._server.keep(state)
-
-    def begin(self) -> None:
-        """Set the exchange to the round that the optimizer hands in next; before the first step,
-        when all else is loaded.
-
-        That is the oldest of the rounds in flight, if a checkpoint has any, for the first step
-        begins them anew. Set to a later one, the exchange would send ahead a partner that calls for
-        them before.
-        """
-        opt = self._opt
-        begun_anew = itertools.chain.from_iterable(
-            opt.in_flight(fragment) for fragment in range(opt.fragments)
-        )
-        self._exchange.next_round = min(begun_anew, default=opt.round)
-
-    def on_round(self, info: RoundInfo) -> None:
-        """Follow a round that is over: the optimizer's ``on_round``."""
-        opt = self._opt
-        self._follow_restart()
-        # A node that fell behind met the others in a later round than its own: go on from there.
-        behind = max(self._exchange.next_round - opt.round, 0)
-        opt.round = max(opt.round, self._exchange.next_round)
-        self._exchange.next_round = opt.round
-        if (ahead_of := self._exchange.back(opt.round)) is not None:
-            log.warning(
-                "no other peer is near round %d: this node goes back to round %d, where the others "
-                "are",
-                opt.round,
-                ahead_of,
-            )
-            opt.go_back(ahead_of)
-            self._drift.moved()
-        if behind:  # the contribution was counted in another round than its own
-            self._drift.moved()
-        elif opt.anchored and info.key.fragment < opt.fragments:
-            self._drift.finished(
-                info.key.round, info.key.fragment, opt.sketch_of(info.key.fragment)
-            )
-        split = None
-        # A node that knows that its weights have diverged, or that was alone just now, knows why
-        # they differ.
-        explained = behind or len(info.members) < 2 or self._resynchronizer.diverged
-        if opt.anchored and info.key.fragment < opt.fragments and not explained:
-            members = self._directory.members()
-            split = self._drift.split(
-                members, self._exchange.sketches, self._exchange.evidence.partners
-            )
-            self.diagnosis.apart(self._drift.apart, members, split is not None)
-        self._resynchronizer.on_round(info, behind=behind, split=split)
-
-    def after_step(self) -> bool:
-        self._follow_restart()
-        back = self._resynchronizer.adopt_fetched()
-        if back:
-            self._exchange.next_round = self._opt.round
-        self.offer()
-        return back
-
-    def _follow_restart(self) -> None:
-        """Forget what is known of the weights before, if others were loaded on purpose: no fetched
-        ones must replace these.
-        """
-        if self._opt.restarts != self._restarts:
-            self._restarts = self._opt.restarts
-            self._resynchronizer.restarted()
-            self._took_over()
-
-    def offer(self) -> None:
-        self._server.offer(self._state)
-
-    def at_rest(self) -> AbstractContextManager[None]:
-        """Return a block in which the slow weights do not change: peers that ask for them need not
-        wait for its end.
-        """
-        return self._server.at_rest(self._state)
-
-    def _state(self) -> State:
-        opt = self._opt
-        slow = opt.slow
-        shared = opt.shared
-        applied = [
-            min(applied, opt.round) for applied in opt.applied
-        ]  # later ones may end after it went back
-        return State(opt.round, slow, shared, applied, gathers=getattr(opt, "gathers", 0))
-
-    def _sketch(self) -> Sketch | None:
-        return (
-            None if self._resynchronizer.diverged else self._drift.newest
-        )  # no peer should give way to diverged weights
-
-    def _took_over(self) -> None:
-        self._drift.moved()
-        if not self._opt.anchored:  # it was refused for being far away, and is no longer
-            self._screen.forget()
-
-
-LEAVE_S = 2.0  # seconds to tell the swarm that this node leaves
+LEAVE_S = 2.0
+"""To tell the swarm that this node leaves."""
 STANDING = Rates()
 
 
@@ -257,8 +80,7 @@ class TrainingMember:
         self.reporter: StatusReporter | None = None
         """Sends this node's status to those who watch the swarm, once it is set."""
         self._sync: OuterSync | None = None
-        self._sent = self._received = self._tokens = 0
-        self._waited = 0.0
+        self._totals = RoundTotals()
 
     @property
     def sync(self) -> OuterSync:
@@ -271,8 +93,11 @@ class TrainingMember:
         network.
         """
         self.sync.diagnosis.refused(self._membership.refused())
-        own = [Notice("membership", line) for line in (self._membership.news(),) if line]
-        return [*self.sync.diagnosis.news(), *self.lag_report.news(), *own]
+        notices = [*self.sync.diagnosis.news(), *self.lag_report.news()]
+        line = self._membership.news()
+        if line:
+            notices.append(Notice("membership", line))
+        return notices
 
     def serve(self) -> None:
         self._sync = OuterSync(
@@ -285,7 +110,7 @@ class TrainingMember:
         """
         if self._sync is None:
             self.serve()
-        self._tokens = self._opt.tokens  # those of a resumed run are in earlier rounds
+        self._totals.tokens(self._opt.tokens)  # those of a resumed run are in earlier rounds
         if state is not None:
             self.sync.begin_from(state)
         self.sync.begin()
@@ -339,8 +164,8 @@ class TrainingMember:
     def start_counting(self) -> None:
         """Leave the bytes sent and received up to now out of the first round."""
         traffic = self._membership.host.traffic
-        self._sent = traffic.sent
-        self._received = traffic.received
+        self._totals.sent(traffic.sent)
+        self._totals.received(traffic.received)
 
     def on_round(self, info: RoundInfo, wait_s: float | None = None) -> RoundReport:
         """Follow a round that is over: the optimizer's ``on_round``.
@@ -349,25 +174,26 @@ class TrainingMember:
         """
         self.sync.on_round(info)
         self._screen.newcomers.see(self._membership.directory.members())
+        measured_s = self._totals.waited(self.exchange.waited)
+        if wait_s is None:
+            wait_s = measured_s
         traffic = self._membership.host.traffic
-        waited = self.exchange.waited
-        wait_s = waited - self._waited if wait_s is None else wait_s
-        diagnosis, rejections = self.sync.diagnosis, self._screen.rejections()
+        sent = self._totals.sent(traffic.sent)
+        received = self._totals.received(traffic.received)
+        diagnosis = self.sync.diagnosis
+        rejections = self._screen.rejections()
         # By its key: of several fragments in flight one may begin before another is over.
         odd = len(info.members) < 2 and self.exchange.stats.of(info.key).left_out
         why = diagnosis.met(info, self._model, self._opt.fragments, odd=odd)
         report = RoundReport(
-            traffic.sent - self._sent,
-            traffic.received - self._received,
+            sent,
+            received,
             wait_s,
             rejections,
             odd,
             why,
             diagnosis.own_error(info),
         )
-        self._sent = traffic.sent
-        self._received = traffic.received
-        self._waited = waited
         diagnosis.waited(wait_s)
         diagnosis.rejected(rejections)
         self.lag_report.on_round(info, wait_s, report.sent)
@@ -376,15 +202,14 @@ class TrainingMember:
 
     def _range(self, peer: str) -> str:
         member = self._membership.directory.members().get(peer)
-        return range_met(
-            peer, member.addresses if member is not None else (), self._membership.host.met
-        )
+        addresses = member.addresses if member is not None else ()
+        return range_met(peer, addresses, self._membership.host.met)
 
     def report_round(self, info: RoundInfo, report: RoundReport, loss: float | None) -> None:
         """Send what a round came to, to those who watch. ``loss``: this node's training loss,
         nats.
         """
-        tokens, self._tokens = self._opt.tokens - self._tokens, self._opt.tokens
+        tokens = self._totals.tokens(self._opt.tokens)
         if self.reporter is None:
             return
         me = self._membership.identity.peer_id
@@ -400,7 +225,7 @@ class TrainingMember:
             loss=real(loss),
         )
         projection = self._opt.projection_of(info.key.fragment)
-        self.reporter.round(done, self.record(), partners, max(tokens, 0), projection)
+        self.reporter.round(done, self.record(), partners, tokens, projection)
 
     def trained_alone(self) -> str:
         """Return a sentence if nothing was ever exchanged though others were there, else

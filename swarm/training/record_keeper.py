@@ -11,8 +11,9 @@ from shoal.optim import OuterOptimizer, RoundInfo
 from shoal.swarm.exchange.robust import RejectedUpdate
 from shoal.swarm.internal_errors import OWN_ERROR
 from shoal.swarm.membership.membership import Membership
-from shoal.swarm.training.diagnosis import Diagnosis, LagReport
-from shoal.swarm.training.factories import Rates
+from shoal.swarm.training.diagnosis import Diagnosis
+from shoal.swarm.training.lag_report import LagReport
+from shoal.swarm.training.step_rate import Rates
 from shoal.swarm.wire.envelope import MAX_SECONDS, rate, real, share
 from shoal.swarm.wire.record import (
     MAX_BANNED,

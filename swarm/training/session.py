@@ -47,21 +47,13 @@ from shoal.swarm.membership.overview import overview
 from shoal.swarm.settings.outer import OuterSettings
 from shoal.swarm.settings.training import TrainSettings
 from shoal.swarm.topics.status import StatusReporter
-from shoal.swarm.training.factories import (
-    LossTrial,
-    Rates,
-    StepRate,
-    announced_speeds,
-    make_exchange,
-    make_outer,
-    make_screen,
-    round_length,
-    steps_of_rounds,
-)
+from shoal.swarm.training.factories import make_exchange, make_outer, make_screen
 from shoal.swarm.training.last_average import EndReport, LastAverage, averages_at_end, end_loop
 from shoal.swarm.training.loaded_state import LoadedState, of_later_round, settle
+from shoal.swarm.training.loss_trial import LossTrial
 from shoal.swarm.training.member import TrainingMember
 from shoal.swarm.training.record_keeper import RoundReport
+from shoal.swarm.training.round_steps import announced_speeds, round_length, steps_of_rounds
 from shoal.swarm.training.session_setup import (
     SessionError,
     SessionExchange,
@@ -72,6 +64,7 @@ from shoal.swarm.training.session_setup import (
     fitting,
 )
 from shoal.swarm.training.shard import Shard, least_used
+from shoal.swarm.training.step_rate import Rates, StepRate
 from shoal.swarm.training.step_watch import StepWatch, follow
 from shoal.swarm.wire.record import State as DirectoryState
 

@@ -34,10 +34,10 @@ from shoal.swarm.state.snapshot import State, encode, make
 from shoal.swarm.topics.status import StatusReporter
 from shoal.swarm.topics.verification_log import LogReply, LogServer
 from shoal.swarm.training.diagnosis import Diagnosis
-from shoal.swarm.training.factories import Rates
 from shoal.swarm.training.member import TrainingMember
 from shoal.swarm.training.record_keeper import RoundReport
 from shoal.swarm.training.shard import Shard
+from shoal.swarm.training.step_rate import Rates
 from shoal.swarm.wire.envelope import FAILURES, MAX_COUNT, Message, pack, seal, unpack, unseal
 from shoal.swarm.wire.messages import (
     Abort,

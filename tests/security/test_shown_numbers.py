@@ -16,7 +16,7 @@ from shoal.swarm.manifest import Manifest
 from shoal.swarm.membership.overview import overview, totals_said
 from shoal.swarm.settings.outer import OuterSettings
 from shoal.swarm.topics.status import Status
-from shoal.swarm.training.factories import steps_of_rounds
+from shoal.swarm.training.round_steps import steps_of_rounds
 from shoal.swarm.wire.envelope import MAX_RATE, MAX_SHARE, MIN_RATE
 from shoal.swarm.wire.messages import Member
 from shoal.swarm.wire.record import Loss, Progress, Rollouts

@@ -15,7 +15,7 @@ from shoal.swarm.exchange.pair.exchange import PairExchange
 from shoal.swarm.membership.membership import NetworkOptions
 from shoal.swarm.settings.outer import OuterSettings
 from shoal.swarm.training.factories import make_screen
-from shoal.swarm.training.member import OuterSync
+from shoal.swarm.training.outer_sync import OuterSync
 
 SWARM, MODEL = "a" * 52, "0" * 64
 EVERY = 4

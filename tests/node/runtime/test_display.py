@@ -23,7 +23,7 @@ from shoal.node.runtime.display import (
 )
 from shoal.node.runtime.resume import Result, summary
 from shoal.node.training.trainer import Progress
-from shoal.swarm.training.factories import Rates
+from shoal.swarm.training.step_rate import Rates
 
 
 def progress(step, loss, *rates):

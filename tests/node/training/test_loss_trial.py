@@ -14,8 +14,8 @@ from shoal.node.runtime.join import try_partners
 from shoal.node.task import Shard, Task
 from shoal.optim import Alone, NoLoCo
 from shoal.swarm.exchange.robust import DistanceScreen
-from shoal.swarm.training import factories
-from shoal.swarm.training.factories import LossTrial
+from shoal.swarm.training import loss_trial
+from shoal.swarm.training.loss_trial import LossTrial
 
 SHARD = Shard(0, 1, 3)
 
@@ -112,10 +112,10 @@ def test_slow_trials_become_rarer(monkeypatch):
     """Trials that take too long become rarer until one does not."""
     said, model = [], Line().model()
     found = trial(model, around(model), said.append)
-    usual = factories.TOO_LONG_S
+    usual = loss_trial.TOO_LONG_S
 
     def tried(limit, count):
-        monkeypatch.setattr(factories, "TOO_LONG_S", limit)
+        monkeypatch.setattr(loss_trial, "TOO_LONG_S", limit)
         before = len(said)
         untried = [found(0, weights(1, 0), weights(1, 0)) is None for _ in range(count)]
         return sum(untried), len(said) - before

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.swarm.identity import Identity
-from shoal.swarm.training.diagnosis import CONFIRM, FORGET, PartitionDetector
+from shoal.swarm.training.partition_detector import CONFIRM_S, FORGET_S, PartitionDetector
 from tests.support.records import member_of
 
 PERIOD, TTL = 5.0, 30.0
@@ -54,7 +54,7 @@ def test_simultaneous_loss_is_a_partition():
     scene.cut = {"carl": 60.0, "dora": 60.0}
     scene.until(60 + TTL)
     assert scene.said == []
-    scene.until(60 + TTL + CONFIRM + PERIOD)
+    scene.until(60 + TTL + CONFIRM_S + PERIOD)
     (said,) = scene.said
     assert said.startswith("a partition is suspected: 2 of 5 members vanished within ")
     assert said.endswith(
@@ -83,7 +83,7 @@ def test_cut_is_seen_at_once_in_any_phase(phases, moment):
     """A cut at one moment is seen as one whatever the phases."""
     scene = Scene(phases).until(moment)
     scene.cut = dict.fromkeys(("bert", "carl", "dora"), moment)
-    scene.until(moment + TTL + CONFIRM + PERIOD + 2)
+    scene.until(moment + TTL + CONFIRM_S + PERIOD + 2)
     assert set(scene.absence.suspected.names) == {"bert", "carl", "dora"}
 
 
@@ -129,7 +129,7 @@ def test_a_node_that_slept_itself_suspects_nobody():
 def test_what_is_long_past_is_forgotten():
     scene = Scene().until(60)
     scene.cut = {"carl": 60.0, "dora": 60.0}
-    scene.until(60 + TTL + FORGET + 2 * CONFIRM, step=10.0)
+    scene.until(60 + TTL + FORGET_S + 2 * CONFIRM_S, step=10.0)
     assert scene.absence.suspected is None
     assert len(scene.said) == 1
 

@@ -14,16 +14,14 @@ from shoal.swarm.identity import Identity
 from shoal.swarm.membership.health_report import health_report, partner_remedy
 from shoal.swarm.p2p.stream import short
 from shoal.swarm.training.diagnosis import (
-    AGAIN_S,
-    CONFIRM,
-    FULL,
+    ALONE_ROUNDS,
     PARTNERLESS,
-    REFUSED_S,
-    SEVERAL,
+    SAY_AGAIN_S,
+    SAY_REFUSED_S,
     Diagnosis,
-    LagReport,
-    PartitionDetector,
 )
+from shoal.swarm.training.lag_report import LATE_ROUNDS, LagReport
+from shoal.swarm.training.partition_detector import CONFIRM_S, PartitionDetector
 from tests.support.clock import Clock
 from tests.support.records import member_of
 
@@ -58,7 +56,7 @@ def test_the_record_holds_what_went_wrong_and_who_is_missing():
     there = {ME: member(ME)}
     clock.now += 1.5
     assert diagnosis.news() == []
-    clock.now += CONFIRM
+    clock.now += CONFIRM_S
     ((about, said),) = diagnosis.news()
     assert about == "partition"
     assert said.startswith(
@@ -82,7 +80,7 @@ def test_strangers_that_vanish_are_forgotten_beyond_a_number():
     flood = {f"stranger-{n}": member(ANNA) for n in range(5000)}
     detector.look({ME: member(ME), **flood}, (), 0.0)
     detector.look({ME: member(ME)}, (), 1.0)
-    detector.look({ME: member(ME)}, (), 1.0 + CONFIRM)
+    detector.look({ME: member(ME)}, (), 1.0 + CONFIRM_S)
     assert len(detector._seen) == 4096 == len(detector.suspected.names) + 1  # this node
 
 
@@ -105,7 +103,7 @@ def test_differing_weights_are_said_once():
     assert diagnosis.news() == []
     for _ in range(20):
         diagnosis.apart({ANNA}, there, False)
-        clock.now += (AGAIN_S - 1) / 20
+        clock.now += (SAY_AGAIN_S - 1) / 20
     purpose = "; to load other weights on purpose, call opt.restart_from_model() on all members"
     assert diagnosis.news() == [
         (
@@ -122,7 +120,7 @@ def test_differing_weights_are_said_once():
         == f"this node's weights differ from those of 2 other members ({names}), so it takes over "
         f"theirs{purpose}"
     )
-    clock.now += AGAIN_S
+    clock.now += SAY_AGAIN_S
     diagnosis.apart({ANNA}, there, False)
     assert len(diagnosis.news()) == 1
     assert diagnosis.news() == []
@@ -191,9 +189,14 @@ def test_an_error_of_its_own_is_no_missing_partner(alone):
         "an error in this node's own code, and not in the network, was caught trying a partner's "
         f"weights on data (outer.check_loss) (RuntimeError: planted); {where}"
     )
-    assert [alone.exchange(error=planted, about="partner") for _ in range(2 * SEVERAL)] == [[]] * 6
+    assert [alone.exchange(error=planted, about="partner") for _ in range(2 * ALONE_ROUNDS)] == [
+        []
+    ] * 6
     details = alone.details()
-    assert (details["partnerless"], details["internal_errors"]) == (None, 1 + 2 * SEVERAL)
+    assert (details["partnerless"], details["internal_errors"]) == (
+        None,
+        1 + 2 * ALONE_ROUNDS,
+    )
     assert alone.trained_alone(1) == (
         "this node trained alone though others were there: an error in its own code, and not in "
         f"the network, ended 7 of 7 exchanges (RuntimeError: planted); {where}"
@@ -222,7 +225,7 @@ def test_rounds_without_others_end_alone(alone, kind, odd, there, alone_in_the_e
     if not there:
         alone.members.clear()
         kind = None
-    for _ in range(SEVERAL - 1):
+    for _ in range(ALONE_ROUNDS - 1):
         alone.exchange(kind=kind, odd=odd)
     assert alone.trained_alone(1) == ""
     alone.exchange(kind=kind, odd=odd)
@@ -235,9 +238,9 @@ def test_partnerless_rounds_are_said_once(
     """Mutants: said from the first round, in each, or never again; the rounds with an odd number
     count, or end the row.
     """
-    told = [alone.exchange(kind="timeout") for _ in range(SEVERAL - 1)]
+    told = [alone.exchange(kind="timeout") for _ in range(ALONE_ROUNDS - 1)]
     told.append(alone.exchange(odd=True))
-    assert told == [[]] * SEVERAL
+    assert told == [[]] * ALONE_ROUNDS
     assert alone.exchange(kind="timeout") == [
         "3 rounds in a row had no partner (bert did not answer in time), and training goes on "
         "without; its machine or its link is too slow, or asleep: free it, or leave it out"
@@ -247,14 +250,21 @@ def test_partnerless_rounds_are_said_once(
     assert alone.exchange(BERT) == ["rounds have partners again, after 23 without"]
     assert alone.details()["partnerless"] is None
     assert alone.exchange(BERT) == []
-    assert [len(alone.exchange(kind="timeout")) for _ in range(2 * SEVERAL)] == [0, 0, 1, 0, 0, 0]
+    assert [len(alone.exchange(kind="timeout")) for _ in range(2 * ALONE_ROUNDS)] == [
+        0,
+        0,
+        1,
+        0,
+        0,
+        0,
+    ]
 
 
 def test_new_reason_is_said_at_once(alone):
     """Mutants: a peer that is passed over counts as taken; why it is, is not said; the first reason
     hides the next.
     """
-    (refused,) = [alone.exchange(kind="refused") for _ in range(SEVERAL)][-1]
+    (refused,) = [alone.exchange(kind="refused") for _ in range(ALONE_ROUNDS)][-1]
     assert "(bert refused)" in refused
     assert "another version, other options, a ban, or an error of its own" in refused
     assert alone.exchange(passed=True) == []  # for the same reason, which was said
@@ -326,13 +336,13 @@ def test_who_is_passed_over_is_named_with_what_it_did(alone, kind, passed, why):
     """
     if kind:
         alone.exchange(BERT, kind=kind)
-    (said,) = [alone.exchange(passed=passed) for _ in range(SEVERAL)][-1]
+    (said,) = [alone.exchange(passed=passed) for _ in range(ALONE_ROUNDS)][-1]
     assert f"({why})" in said
 
 
 def test_a_round_of_several_fragments_counts_once(alone):
-    told = [len(alone.exchange(kind="timeout", fragments=4)) for _ in range(4 * SEVERAL)]
-    assert told == [*[0] * (4 * SEVERAL - 1), 1]
+    told = [len(alone.exchange(kind="timeout", fragments=4)) for _ in range(4 * ALONE_ROUNDS)]
+    assert told == [*[0] * (4 * ALONE_ROUNDS - 1), 1]
 
 
 def test_refusals_are_summed_once_a_minute():
@@ -354,7 +364,7 @@ def test_refusals_are_summed_once_a_minute():
         )
     ]
     assert told(rate=3, forged=7) == []
-    clock.now += REFUSED_S
+    clock.now += SAY_REFUSED_S
     assert told(rate=3, forged=7) == [
         (
             "refused",
@@ -362,7 +372,7 @@ def test_refusals_are_summed_once_a_minute():
             "(forged)",
         )
     ]
-    clock.now += REFUSED_S
+    clock.now += SAY_REFUSED_S
     assert told(rate=3, forged=7) == []
 
 
@@ -402,7 +412,7 @@ def test_it_reports_the_present_lag_and_counts_what_came_late():
 def test_long_exchanges_warn_once():
     """A node whose exchanges take longer than a round is warned once."""
     report = LagReport(optimizer())
-    for _ in range(FULL - 1):
+    for _ in range(LATE_ROUNDS - 1):
         over(report)
         assert report.news() == []
     over(report, wait_s=10.0)
@@ -410,7 +420,7 @@ def test_long_exchanges_warn_once():
     assert about == "lag"
     assert "longer than a round, so training waits for each (3 s recently)" in sentence
     assert "`shoal plan`" in sentence
-    for _ in range(2 * FULL):
+    for _ in range(2 * LATE_ROUNDS):
         over(report)
     assert report.news() == []
 
@@ -419,10 +429,10 @@ def test_long_exchanges_warn_once():
 def test_normal_exchange_restarts_the_count(harmless):
     """An exchange that shows nothing of the kind begins the count anew."""
     report = LagReport(optimizer())
-    for _ in range(FULL - 1):
+    for _ in range(LATE_ROUNDS - 1):
         over(report)
     over(report, **harmless)
-    for _ in range(FULL - 1):
+    for _ in range(LATE_ROUNDS - 1):
         over(report)
     assert report.news() == []
 
@@ -433,12 +443,12 @@ def test_normal_exchange_restarts_the_count(harmless):
 def test_only_exhausted_lag_warns(changed):
     """Only a lag that can grow no more is worth a warning."""
     report = LagReport(optimizer(**changed))
-    for _ in range(2 * FULL):
+    for _ in range(2 * LATE_ROUNDS):
         over(report)
     assert report.news() == []
 
 
-def rounds(rate, *, wait_s, sent, count=FULL + 1, computing_s=10.0, lag=0, length=None):
+def rounds(rate, *, wait_s, sent, count=LATE_ROUNDS + 1, computing_s=10.0, lag=0, length=None):
     """Return the sentences of a node with rounds of 40 steps that waits for each exchange."""
     clock = Clock()
     opt = SimpleNamespace(
@@ -461,7 +471,9 @@ def rounds(rate, *, wait_s, sent, count=FULL + 1, computing_s=10.0, lag=0, lengt
 def test_in_rounds_of_seconds_the_setting_to_change_is_theirs():
     """The fault: outer.every was named to a run whose rounds it does not make longer."""
     length = Seconds(10.0, Clock())
-    (sentence,) = rounds(125_000.0, wait_s=24.0, sent=3_000_000, count=3 * FULL, length=length)
+    (sentence,) = rounds(
+        125_000.0, wait_s=24.0, sent=3_000_000, count=3 * LATE_ROUNDS, length=length
+    )
     assert (
         "rounds 3 times as long (outer.round) or a smaller codec (outer.codec) would fit"
         in sentence
@@ -470,7 +482,7 @@ def test_in_rounds_of_seconds_the_setting_to_change_is_theirs():
 
 def test_insufficient_link_is_named_once():
     """A link that does not carry the settings is named once with what would fit."""
-    (sentence,) = rounds(125_000.0, wait_s=24.0, sent=3_000_000, count=3 * FULL)
+    (sentence,) = rounds(125_000.0, wait_s=24.0, sent=3_000_000, count=3 * LATE_ROUNDS)
     assert "carries 1 Mbit/s, but these settings send 2.4 Mbit/s" in sentence
     assert (
         "rounds of 120 inner steps (outer.every, now 40)" in sentence
@@ -480,7 +492,13 @@ def test_insufficient_link_is_named_once():
 
 @pytest.mark.parametrize(
     "harmless",
-    [{"rate": None}, {"rate": 400_000.0}, {"wait_s": 0.0}, {"count": FULL}, {"sent": 1_200_000}],
+    [
+        {"rate": None},
+        {"rate": 400_000.0},
+        {"wait_s": 0.0},
+        {"count": LATE_ROUNDS},
+        {"sent": 1_200_000},
+    ],
 )
 def test_sufficient_or_unknown_link_is_not_named(harmless):
     """A link that carries them or is not known is not named."""

@@ -11,10 +11,10 @@ from shoal.swarm.internal_errors import InternalErrors
 from shoal.swarm.p2p.stream import short
 from shoal.swarm.settings.outer import OuterSettings
 from shoal.swarm.training.diagnosis import Diagnosis
-from shoal.swarm.training.factories import Rates
 from shoal.swarm.training.last_average import EndReport
 from shoal.swarm.training.member import LEAVE_S, TrainingMember
 from shoal.swarm.training.shard import Shard
+from shoal.swarm.training.step_rate import Rates
 from shoal.swarm.wire.messages import MemberEnd
 from shoal.swarm.wire.record import LinkUse, Loss, Progress, Round
 

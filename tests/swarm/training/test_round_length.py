@@ -9,13 +9,8 @@ from shoal.optim import Every, Seconds, Steps, Tokens
 from shoal.optim.schedule.agreed_seconds import LONGEST_S, SHORTEST_S, agreed_seconds
 from shoal.swarm.settings.outer import OuterSettings
 from shoal.swarm.settings.round_length import parse_round
-from shoal.swarm.training.factories import (
-    WINDOW,
-    StepRate,
-    announced_speeds,
-    round_length,
-    steps_of_rounds,
-)
+from shoal.swarm.training.round_steps import announced_speeds, round_length, steps_of_rounds
+from shoal.swarm.training.step_rate import MAX_REPORTS, StepRate
 
 
 @pytest.mark.parametrize(
@@ -94,7 +89,7 @@ def test_the_speed_is_the_usual_one_of_the_last_reports():
     assert speed.add(1, 10.0) == 0.1
     assert speed.add(10, 1.0) == 10.0  # not slowed down by the first, in which everything warms up
     assert speed.add(20, 1.0) == 10.0
-    assert [speed.add(30, 1.0) for _ in range(WINDOW)][-1] == 30.0
+    assert [speed.add(30, 1.0) for _ in range(MAX_REPORTS)][-1] == 30.0
     assert speed.add(1, 3600.0) == 30.0  # a night's sleep
 
 
