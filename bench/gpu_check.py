@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from shoal.node.config.device import resolve_device
-from shoal.node.config.settings import OwnTraining, Precision
+from shoal.node.config.train_settings import OwnTraining, Precision
 from shoal.node.task import Shard, iterator_of, to_device
 from shoal.node.tasks.text import TextTask
 from shoal.node.training.inner_optimizer import make_inner

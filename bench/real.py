@@ -52,7 +52,8 @@ sys.path.insert(
 from bench._real_figure import draw
 from bench._real_task import FILE, SIZES, learn
 from shoal.node.checkpoint.folder import steps as saved
-from shoal.node.demo.nodes import LOOK_S, EventReader, Liveness, Nodes, Process, start_first
+from shoal.node.demo.liveness import EventReader, Liveness
+from shoal.node.demo.nodes import LOOK_S, Nodes, Process, start_first
 from shoal.node.runtime.display import Display, make_display
 from shoal.node.runtime.resume import RESULT
 from shoal.node.runtime.run_options import METRICS

@@ -57,6 +57,10 @@ class ExitCode(IntEnum):
     INTERRUPTED = 130, "stopped by Ctrl-C or a termination signal"
 
 
+BUG = "Error: this is a bug in shoal: please report it with the lines above."
+"""Below the traceback of what nobody foresaw."""
+
+
 def epilogue() -> str:
     """Return the exit codes, one a line, for ``shoal --help``."""
     return "Exit codes:\n" + "\n".join(f"  {int(code):>3}  {code.meaning}" for code in ExitCode)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.node.cli.prepare import FILES, TEMPLATES
+from shoal.node.commands.scaffold import FILES, TEMPLATES
 from tests.support.checkout import ROOT, TOPS, copied
 
 BUILD = """

@@ -12,8 +12,8 @@ import time
 import pytest
 
 from shoal.node.console import free_memory
-from shoal.node.doctor import checks
-from shoal.node.doctor.network_checks import Note
+from shoal.node.doctor import machine_checks
+from shoal.node.doctor.check import Note
 from shoal.node.runtime.display import processor_time
 from shoal.node.runtime.training_node import compute_last
 from shoal.node.training import resources
@@ -83,7 +83,7 @@ def test_the_doctor_knows_the_platforms(monkeypatch, system, machine, says):
     monkeypatch.setattr(platform, "system", lambda: system)
     monkeypatch.setattr(platform, "machine", lambda: machine)
     if says is None:
-        assert f"on {system} {machine}" in checks.python(None, print)
+        assert f"on {system} {machine}" in machine_checks.python(None, print)
     else:
         with pytest.raises(Note, match=says):
-            checks.python(None, print)
+            machine_checks.python(None, print)

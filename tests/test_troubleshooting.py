@@ -12,8 +12,8 @@ from click.testing import CliRunner
 
 from shoal.node.cli.main import cli
 from shoal.node.console import ExitCode
-from shoal.node.doctor import checks as here
-from shoal.node.doctor.network_checks import Visit
+from shoal.node.doctor import diagnose as here
+from shoal.node.doctor.visit import Visit
 from shoal.swarm.access.link import Link
 from shoal.swarm.errors import ShoalError
 

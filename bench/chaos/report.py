@@ -20,7 +20,7 @@ from bench.chaos.processes_under_test import ChaosError
 from bench.chaos.run import ProcessSample, RunObservations, run_swarm
 from shoal.node.config.device import resolve_device, use_threads
 from shoal.node.config.settings import assignment, load
-from shoal.node.demo.demo import stage
+from shoal.node.demo.run_nodes import stage
 from shoal.node.tasks.loader import load_task
 
 WARM_S = 60.0  # of a long run: allocations in a process's first minute are no leak

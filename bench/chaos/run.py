@@ -20,7 +20,7 @@ from bench.chaos.processes_under_test import LINK_S, ChaosError, ProcessesUnderT
 from shoal.node.checkpoint import store as checkpoint
 from shoal.node.config.settings import Settings
 from shoal.node.data.task_options import local_flags
-from shoal.node.demo.demo import settings_toml
+from shoal.node.demo.run_nodes import settings_toml
 from shoal.node.runtime.display import Display
 from shoal.node.runtime.join import for_new_swarm
 from shoal.node.runtime.resume import write_json

@@ -1,1 +1,1 @@
-"""The command line: one file a command. Nothing imports it."""
+"""The command line: a file for each command, or for a few that go together. Nothing imports it."""

@@ -11,6 +11,7 @@ from shoal.node.cli.options import (
     AVERAGING_FLAGS,
     COMPUTING_FLAGS,
     METRICS_FLAGS,
+    OUTPUT,
     RL_FLAGS,
     SET_FLAG,
     TASK_FLAGS,
@@ -81,29 +82,26 @@ def demo(as_json: bool, no_compare: bool, every: int, cheat: int, **flags: Any) 
     from shoal.node.config.settings import ConfigError
 
     given = overrides(flags)
-    lost = [
-        key
-        for key in given
-        if key.startswith("node.") and key not in ("node.metrics", "node.tensorboard", "node.wandb")
-    ]
-    if lost:
-        raise ConfigError(
-            f"A demo gives its nodes settings of their own, so {lost[0]} would do nothing: leave "
-            f"--set {lost[0]} out, or start nodes with shoal up and shoal join."
-        )
+    for key in given:
+        if key.startswith("node.") and key not in METRICS_FLAGS[OUTPUT]:
+            raise ConfigError(
+                f"A demo gives its nodes settings of their own, so {key} would do nothing: leave "
+                f"--set {key} out, or start nodes with shoal up and shoal join."
+            )
     own = {name: value for name, value in flags.items() if "." not in name and name != "assigned"}
     if given.get("task.hooks") == "rl":
-        from shoal.node.demo import rl
+        from shoal.node.demo import rl_demo
 
-        report = rl.run_demo(cheat=cheat, more=given, **own)
-        click.echo(dumps(report) if as_json else rl.summary(report))
-        return int(ExitCode.TRAINED_ALONE if report["trained_alone"] else ExitCode.OK)
-    if cheat:
+        report = rl_demo.run_demo(cheat=cheat, more=given, **own)
+        text = rl_demo.summary(report)
+    elif cheat:
         raise ConfigError(
             "--cheat is for --task rl with --verify 1: leave it out, or give these too."
         )
-    from shoal.node.demo.demo import run_demo, summary
+    else:
+        from shoal.node.demo import training_demo
 
-    report = run_demo(every=every, compare=not no_compare, more=given, **own)
-    click.echo(dumps(report) if as_json else summary(report))
+        report = training_demo.run_demo(every=every, compare=not no_compare, more=given, **own)
+        text = training_demo.summary(report)
+    click.echo(dumps(report) if as_json else text)
     return int(ExitCode.TRAINED_ALONE if report["trained_alone"] else ExitCode.OK)

@@ -15,14 +15,22 @@ from typing import Any
 
 import click
 
+from shoal.node.cli.creator import change, end, invite
 from shoal.node.cli.demo import demo
-from shoal.node.cli.prepare import doctor, init, plan
-from shoal.node.cli.pull import merge, pull, sample
-from shoal.node.cli.swarm import change, end, identity, invite, link, peers, seed, status, swarms
-from shoal.node.cli.up import join, up
+from shoal.node.cli.doctor import doctor
+from shoal.node.cli.identity import identity
+from shoal.node.cli.init import init
+from shoal.node.cli.merge import merge
+from shoal.node.cli.plan import plan
+from shoal.node.cli.pull import pull
+from shoal.node.cli.run import join, up
+from shoal.node.cli.sample import sample
+from shoal.node.cli.seed import seed
+from shoal.node.cli.status import link, peers, status
+from shoal.node.cli.swarms import swarms
 from shoal.node.cli.verify import verify
 from shoal.node.cli.watch import watch
-from shoal.node.console import ExitCode, drop_lost_output, epilogue
+from shoal.node.console import BUG, ExitCode, drop_lost_output, epilogue
 from shoal.node.user_code import explained
 from shoal.swarm.errors import ShoalError
 
@@ -47,9 +55,8 @@ class Chapters(click.Group):
         widest = max(map(len, self.commands))
         for title, commands in self.chapters.items():
             with formatter.section(title):
-                formatter.write_dl(
-                    [(f"{command.name:{widest}}", command.short_help or "") for command in commands]
-                )
+                rows = [(f"{each.name:{widest}}", each.short_help or "") for each in commands]
+                formatter.write_dl(rows)
 
 
 @click.group(
@@ -93,23 +100,20 @@ def main(command: click.Command = cli) -> None:
     except (KeyboardInterrupt, click.Abort):
         code = ExitCode.INTERRUPTED
     except Exception as error:
-        if (own := explained(error)) is not None:
+        own = explained(error)
+        if own is not None:
             code = _show(own)
         else:
             traceback.print_exc()
-            print(
-                "Error: this is a bug in shoal: please report it with the lines above.",
-                file=sys.stderr,
-            )
+            print(BUG, file=sys.stderr)
             code = ExitCode.INTERNAL
     sys.exit(int(code or 0))
 
 
 def _show(error: ShoalError) -> int:
-    """Print an error, below the traceback of the user's own code if it has one; return the exit
-    code.
-    """
-    print(f"{getattr(error, 'trace', '')}Error: {error}", file=sys.stderr)
+    """Print an error, below the traceback of the user's own code; return the exit code."""
+    trace = getattr(error, "trace", "")
+    print(f"{trace}Error: {error}", file=sys.stderr)
     return int(getattr(error, "exit_code", ExitCode.BAD_INPUT))
 
 

@@ -106,7 +106,11 @@ METAVARS = {
     "node.offload": "device|DIR",
     "verify.audit_rate": "SHARE",
 }
-MOST_CHOICES = 4
+TOKENIZER_HELP = (
+    "Tokenizer of the task text: bytes, a name on the hub, or a local ./FOLDER.  [default: bytes]"
+)
+"""Of the one flag that is an option of the built-in task, and no setting."""
+MAX_SHOWN_CHOICES = 4
 """Choices up to which a flag shows all of them in place of a word."""
 
 
@@ -117,20 +121,21 @@ def waiting(what: str) -> None:
 
 
 class SettingsCommand(click.Command):
-    """Command with flags of ``settings`` (title -> dotted keys), each of which is in the parameters
-    by its dotted key.
+    """Command with flags of ``settings``: lists of dotted keys, by the title under which `--help`
+    shows them.
 
-    They are made when they are first looked at: pydantic takes longer to import than all that
-    `shoal --help` needs. A key without a dot is an option of the command's own, which is shown
-    under that title.
+    A parameter of the command has the dotted key as its name. The flags are made when they are
+    first looked at: pydantic takes longer to import than all that `shoal --help` needs. A key
+    without a dot is an option of the command's own, which is shown under that title.
     """
 
     def __init__(
         self, *args: Any, settings: Sequence[Mapping[str, Sequence[str]]], **named: Any
     ) -> None:
-        self._titles = {
-            key: title for group in settings for title, keys in group.items() for key in keys
-        }
+        self._titles: dict[str, str] = {}
+        for group in settings:
+            for title, keys in group.items():
+                self._titles |= dict.fromkeys(keys, title)
         self._unmade = [key for key in self._titles if "." in key]
         super().__init__(*args, **named)
 
@@ -139,10 +144,15 @@ class SettingsCommand(click.Command):
         groups: dict[str, list[tuple[str, str]]] = {title: [] for title in TITLES}
         titles = {**self._titles, "as_json": OUTPUT, "verbose": OUTPUT}
         for parameter in self.get_params(ctx):
-            record = parameter.get_help_record(ctx) if isinstance(parameter, click.Option) else None
-            if record is not None:
-                last = parameter is self.get_help_option(ctx)
-                groups[OUTPUT if last else titles.get(str(parameter.name), OPTIONS)].append(record)
+            if not isinstance(parameter, click.Option):
+                continue
+            record = parameter.get_help_record(ctx)
+            if record is None:
+                continue
+            title = titles.get(str(parameter.name), OPTIONS)
+            if parameter is self.get_help_option(ctx):
+                title = OUTPUT
+            groups[title].append(record)
         for title, records in groups.items():
             if records:
                 with formatter.section(title):
@@ -163,12 +173,8 @@ def _option(key: str) -> click.Option:
     """Return the option of the setting ``key`` (dotted)."""
     name = key.partition(".")[2]
     flag = "--" + NAMES.get(key, name.rpartition(".")[2]).replace("_", "-")
-    if "." in name:  # an option of the built-in task
-        text = (
-            "Tokenizer of the task text: bytes, a name on the hub, or a local ./FOLDER.  [default: "
-            "bytes]"
-        )
-        made = click.Option([flag], metavar=METAVARS.get(key), help=text)
+    if key == "task.options.tokenizer":
+        made = click.Option([flag], help=TOKENIZER_HELP)
     else:
         made = click.Option([flag], **_of_field(key))
     made.name = key
@@ -188,11 +194,15 @@ def _of_field(key: str) -> dict[str, Any]:
     given: dict[str, Any] = {"metavar": metavar, "help": text}
     kinds, choices = _kinds(field.annotation)
     if choices and len(kinds) == 1:
-        # It completes the value in a shell; the settings check it, against what there is.
-        given["shell_complete"] = lambda ctx, parameter, begun: [
-            choice for choice in choices if choice.startswith(begun)
-        ]
-        given["metavar"] = "|".join(choices) if len(choices) <= MOST_CHOICES else name.upper()
+
+        def complete(ctx: click.Context, parameter: click.Parameter, begun: str) -> list[str]:
+            """Complete a value in a shell; the settings check it, against what there is."""
+            return [choice for choice in choices if choice.startswith(begun)]
+
+        given["shell_complete"] = complete
+        given["metavar"] = name.upper()
+        if len(choices) <= MAX_SHOWN_CHOICES:
+            given["metavar"] = "|".join(choices)
     elif kinds & {list, dict}:
         given["multiple"] = True
     elif kinds == {bool}:
@@ -203,10 +213,15 @@ def _of_field(key: str) -> dict[str, Any]:
         given["type"] = click.Path(path_type=Path) if kind is Path else kind
         words = {int: None, float: None, Path: "PATH"}
         given["metavar"] = metavar or words.get(kind, name.upper())
-    else:  # a number or a word
-        given["callback"] = lambda context, option, value: (
-            None if value is None else assignment(f"{name}={value}")[1]
-        )
+    else:
+
+        def number_or_word(context: click.Context, option: click.Parameter, value: Any) -> Any:
+            if value is None:
+                return None
+            _, parsed = assignment(f"{name}={value}")
+            return parsed
+
+        given["callback"] = number_or_word
     return given
 
 

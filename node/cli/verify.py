@@ -1,4 +1,4 @@
-"""The commands ``shoal verify``: check a claim, explain odds, calibrate, odds of a vote.
+"""The commands ``shoal verify``: check a claim, explain odds, calibrate, compute odds of a vote.
 
 Heavy imports happen inside them.
 """
@@ -15,13 +15,15 @@ import click
 from shoal.node.cli.options import json_option
 from shoal.node.console import ExitCode, dumps
 
-SIDES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-ON_THE_SPOT = 32  # honest claims to calibrate with where no calibration is given
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+CALIBRATING_CLAIMS = 32
+"""Honest claims to calibrate with where no calibration is given."""
 
 
 class _CheckByDefault(click.Group):
-    """Group whose first word, if no command, is a claim: ``shoal verify FILE`` is ``shoal verify
-    check FILE``.
+    """Group whose first word, if no command, is a claim.
+
+    ``shoal verify FILE`` is ``shoal verify check FILE``.
     """
 
     def resolve_command(
@@ -60,9 +62,12 @@ def verify() -> None:
     help="The environment, if it is not a built-in one.  [default: the claim's]",
 )
 @click.option(
-    "--calibration", type=click.Path(path_type=Path), metavar="FILE",
-    help=f"File of `shoal verify calibrate`.  [default: calibrate now, with {ON_THE_SPOT} claims]",
-)  # fmt: skip
+    "--calibration",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="File of `shoal verify calibrate`.  [default: calibrate now, with "
+    f"{CALIBRATING_CLAIMS} claims]",
+)
 @json_option
 def check(
     claim: str,
@@ -81,7 +86,7 @@ def check(
 
     folders = [folder / "claims"] if folder is not None else sorted(Path("runs").glob("*/claims"))
     stored = claim_file.load_claim(claim_file.find_claim(claim, folders))
-    finding = inspect_claim.inspect(stored, model or "tiny", env, calibration, ON_THE_SPOT)
+    finding = inspect_claim.inspect(stored, model or "tiny", env, calibration, CALIBRATING_CLAIMS)
     report = inspect_claim.report(stored, finding)
     click.echo(dumps(report) if as_json else inspect_claim.summary(report))
     return int(ExitCode.OK if finding.accepted else ExitCode.REFUSED)
@@ -186,21 +191,22 @@ def calibrate(
     from shoal.node.verify.calibrate import calibrate_spec
 
     named = [part.strip() for part in dtypes.split(",")]
-    unknown = [name for name in named if name not in SIDES]
+    unknown = [name for name in named if name not in DTYPES]
     if unknown:
         raise click.BadParameter(
-            f"there is no dtype {unknown[0]!r}: choose of {', '.join(SIDES)}", param_hint="--dtypes"
+            f"there is no dtype {unknown[0]!r}: choose of {', '.join(DTYPES)}",
+            param_hint="--dtypes",
         )
-    sides = [SIDES[name] for name in named]
+    sides = [DTYPES[name] for name in named]
     shown = sys.stderr.isatty()
 
     def progress(done: int, of: int) -> None:
         if shown:
             click.echo(f"\r{done} of {of} claims", nl=done == of, err=True)
 
-    out = out or Path(
-        f"{re.sub(r'[^A-Za-z0-9_.-]', '-', model.rstrip('/').rpartition('/')[2])}.calibration"
-    )
+    if out is None:
+        last = model.rstrip("/").rpartition("/")[2]
+        out = Path(re.sub(r"[^A-Za-z0-9_.-]", "-", last) + ".calibration")
     report = calibrate_spec(model, env, sides, claims, rate, out, progress=progress, **drawn)
     if report["warning"]:
         click.echo(f"Warning: {report['warning']}", err=True)
@@ -282,5 +288,6 @@ def odds(verifiers: int, as_json: bool, **shares: Any) -> None:
     try:
         report = odds_report(verifiers, **shares)
     except ValueError as error:
-        raise click.UsageError(f"{str(error)[:1].upper()}{str(error)[1:]}.") from error
+        said = str(error)
+        raise click.UsageError(f"{said[:1].upper()}{said[1:]}.") from error
     click.echo(dumps(report) if as_json else odds_table(report))

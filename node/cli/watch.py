@@ -20,9 +20,11 @@ if TYPE_CHECKING:
     from shoal.node.watch.source import EventSource
     from shoal.swarm.access.link import Link
 
-SHOWN = {"tui": ("textual",), "web": ("aiohttp", "segno"), "json": ()}  # packages of each form
-OWN = (HERE, "::1", "localhost")
-MAX_WAITING = 100_000  # events that wait for the screen
+PACKAGES = {"tui": ("textual",), "web": ("aiohttp", "segno"), "json": ()}
+"""That each form needs."""
+LOOPBACK = (HERE, "::1", "localhost")
+MAX_WAITING = 100_000
+"""Events that wait for the screen."""
 
 
 @click.command(short_help="Watch a swarm live: peers, losses, exchanges, faults.")
@@ -105,7 +107,7 @@ def watch(
     require(
         WatchError,
         f"shoal watch --{form}",
-        *SHOWN[form],
+        *PACKAGES[form],
         extra="watch",
         otherwise="use --json, which needs none",
     )
@@ -185,7 +187,7 @@ def _place(web: str | None, share: bool) -> Address | None:
         place = parse_address(web)
     except ValueError as error:
         raise WatchError(f"Cannot use --web {web!r}: {error}.") from None
-    if not share and place.host not in OWN:
+    if not share and place.host not in LOOPBACK:
         raise WatchError(
             f"The page at {place} could be read from elsewhere: pass --share if it may, or leave "
             "the host out."

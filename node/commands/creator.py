@@ -19,7 +19,9 @@ from pydantic import ValidationError
 
 from shoal.node.commands.status import MAX_BYTES, RUNS
 from shoal.node.config.links import LINK
-from shoal.node.config.settings import ConfigError, OwnTraining, default_identity_path, known_keys
+from shoal.node.config.node_settings import default_identity_path
+from shoal.node.config.settings import ConfigError, known_keys
+from shoal.node.config.train_settings import OwnTraining
 from shoal.node.console import plural
 from shoal.swarm.access.invitation import issue
 from shoal.swarm.access.link import Link

@@ -19,7 +19,7 @@ from shoal.swarm.exchange.cost import BUSY, GOOD, Line
 from shoal.swarm.figures import amount, duration
 
 if TYPE_CHECKING:
-    from shoal.node.doctor.network_checks import Visit
+    from shoal.node.doctor.visit import Visit
     from shoal.swarm.p2p.throughput import Throughput
 
 MBIT = 1e6 / 8  # bytes a second
@@ -133,7 +133,8 @@ def measured_line(link: Link) -> Measured:
     Raises NetworkError if nobody answers.
     """
     from shoal.node.doctor import network_checks
-    from shoal.node.doctor.network_checks import FaultError, Note, Visit
+    from shoal.node.doctor.check import FaultError, Note
+    from shoal.node.doctor.visit import Visit
 
     visit = Visit(link)
     try:

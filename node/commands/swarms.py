@@ -13,7 +13,8 @@ from typing import Any
 
 import click
 
-from shoal.node.config.settings import ConfigError, default_identity_path
+from shoal.node.config.node_settings import default_identity_path
+from shoal.node.config.settings import ConfigError
 from shoal.node.console import dumps, plural
 from shoal.node.console import table as grid
 from shoal.node.tasks.text_size import listed_parameters

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 CHOICES = "auto, cpu, cuda, cuda:N (of NVIDIA or AMD), xpu, xpu:N (Intel) or mps (Apple)"
 NO_DRIVER = "Found no NVIDIA driver"
+"""How torch's words begin where there is no NVIDIA GPU."""
+MAX_REASON_CHARS = 200
 
 
 def resolve_device(text: str) -> torch.device:
@@ -29,23 +31,32 @@ def resolve_device(text: str) -> torch.device:
     found = re.fullmatch(r"auto|cpu|mps|(cuda|xpu)(?::([0-9]{1,3}))?", text)
     if not found:
         raise ConfigError(f"There is no device {text!r}: choose {CHOICES}.")
+    if text == "cpu":
+        return torch.device("cpu")
     kind, count = accelerator()
-    if text == "cpu" or (text == "auto" and not count):
+    if text == "auto" and not count:
         return torch.device("cpu")
     wanted = kind if text == "auto" else found[1] or text
-    index = int(found[2] or 0)
     if not count or wanted != kind:
-        there = (
-            f"there is {kind}" if count else trouble() or "this build of PyTorch has no accelerator"
-        )
-        raise ConfigError(
-            f"The device {text!r} is not available here ({there}): install its driver and a "
-            "PyTorch for it, or choose auto."
-        )
+        raise _unavailable(text, kind, count)
+    if kind == "mps":
+        return torch.device(kind)
+    index = int(found[2] or 0)
     if index >= count:
         there = f"{kind}:0 to {kind}:{count - 1}" if count > 1 else f"{kind}:0 only"
         raise ConfigError(f"There is no device {text!r}: this machine has {there}.")
-    return torch.device(kind) if kind == "mps" else torch.device(kind, index)
+    return torch.device(kind, index)
+
+
+def _unavailable(text: str, kind: str, count: int) -> ConfigError:
+    """Return the error of a device of another kind than the ``count`` of ``kind`` that are here."""
+    there = f"there is {kind}"
+    if not count:
+        there = trouble() or "this build of PyTorch has no accelerator"
+    return ConfigError(
+        f"The device {text!r} is not available here ({there}): install its driver and a PyTorch "
+        "for it, or choose auto."
+    )
 
 
 def accelerator() -> tuple[str, int]:
@@ -54,8 +65,12 @@ def accelerator() -> tuple[str, int]:
     """
     import torch
 
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return ("cpu", 0) if found is None else (found.type, torch.accelerator.device_count())
+    if not torch.accelerator.is_available():
+        return "cpu", 0
+    found = torch.accelerator.current_accelerator()
+    if found is None:
+        return "cpu", 0
+    return found.type, torch.accelerator.device_count()
 
 
 def trouble() -> str:
@@ -69,7 +84,8 @@ def trouble() -> str:
     try:
         torch.cuda.init()  # type: ignore[no-untyped-call]
     except (RuntimeError, AssertionError) as error:
-        return next(iter(str(error).splitlines()), "")[:200].rstrip(" .:")
+        first = next(iter(str(error).splitlines()), "")
+        return first[:MAX_REASON_CHARS].rstrip(" .:")
     return ""
 
 
@@ -87,7 +103,9 @@ def usable_processors() -> int:
     """Return the number of processors that this process may use: a container or a scheduler may
     have given it a few.
     """
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 2
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 2
 
 
 def use_threads(count: int = 0, processes: int = 1) -> None:

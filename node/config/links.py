@@ -14,6 +14,7 @@ KNOWN_PEERS = "peers.json"
 LINK = "link.json"
 """File in a node's folder with the newest link to its swarm (`shoal link`)."""
 MAX_FOLDERS = 64
+"""Below runs/ that are looked into."""
 
 
 def read_link(text: str, folder: Path | None = None, runs: Path = Path("runs")) -> Link:
@@ -23,7 +24,9 @@ def read_link(text: str, folder: Path | None = None, runs: Path = Path("runs")) 
     So an old link serves when the nodes that it names are gone. Raises LinkError.
     """
     link = Link.parse(text)
-    folders = [*([folder] if folder is not None else []), *sorted(runs.glob("*"))[:MAX_FOLDERS]]
+    folders = sorted(runs.glob("*"))[:MAX_FOLDERS]
+    if folder is not None:
+        folders.insert(0, folder)
     for place in folders:
         link = link.also(Peerstore("", place / KNOWN_PEERS, link.swarm).addresses())
     return link

@@ -1,7 +1,4 @@
-"""Checks of the network: daemon, bootstrap peers, clock, dialling back, NAT and bandwidth.
-
-Runner of checks in order, each with a deadline; a check that needs a failed one is skipped.
-"""
+"""Checks of the network: daemon, bootstrap peers, clock, dialling back, NAT and bandwidth."""
 
 from __future__ import annotations
 
@@ -10,21 +7,17 @@ import contextlib
 import ipaddress
 import socket
 import statistics
-import threading
 import time
-import traceback
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, TypeVar
+from collections.abc import Sequence
 
-from shoal.node.console import ExitCode, plural
-from shoal.node.user_code import explained
+from shoal.node.console import plural
+from shoal.node.doctor.check import CheckOutcome, FaultError, Note, Skip, Tell
+from shoal.node.doctor.visit import OPEN_S, Visit
 from shoal.optim.methods import METHODS, methods_of
-from shoal.swarm.access.link import Link
-from shoal.swarm.errors import MessageError, NetworkError, ShoalError
-from shoal.swarm.identity import Identity
-from shoal.swarm.membership.clock_check import MAX_ASKED, clock_problem, clock_skew
+from shoal.swarm.errors import MessageError, NetworkError
+from shoal.swarm.membership.clock_check import MAX_ASKED, clock_problem
 from shoal.swarm.p2p.addresses import host_of
+from shoal.swarm.p2p.host import Host
 from shoal.swarm.p2p.reachability import (
     DIAL_PROTOCOL,
     DialBackView,
@@ -34,229 +27,32 @@ from shoal.swarm.p2p.reachability import (
     listen_for_dial_back,
 )
 from shoal.swarm.p2p.seed_request import addresses_of, ask_seed
-from shoal.swarm.p2p.stream import Stream, short
+from shoal.swarm.p2p.stream import short
 from shoal.swarm.p2p.throughput import SPEED_PROTOCOL, measure
-from shoal.swarm.wire.messages import SEED_PROTOCOL, Member
+from shoal.swarm.wire.messages import SEED_PROTOCOL
 
-if TYPE_CHECKING:
-    from shoal.swarm.manifest import Manifest
-    from shoal.swarm.membership.directory import Directory
-    from shoal.swarm.p2p.host import Host
-Verdict = Literal["ok", "note", "failed", "skipped"]
-
-
-class FaultError(ShoalError):
-    """Raised by a check for what prevents training here, or joining the swarm."""
-
-
-class Note(ShoalError):
-    """Raised by a check for something worth knowing that does not prevent training."""
-
-
-class Skip(ShoalError):
-    """Raised by a check that cannot run here."""
-
-
-@dataclass(frozen=True)
-class CheckOutcome:
-    """Outcome of a check.
-
-    ``said``: one sentence; after a failure what happened and what to do. ``seconds`` it took.
-
-    ``trace``: the traceback of the user's own code, if that failed; "" if it returned something
-    wrong.
-    """
-
-    check: str
-    outcome: Verdict
-    said: str
-    seconds: float = 0.0
-    trace: str | None = None
-
-
-Tell = Callable[[CheckOutcome], None]
-
-
-@dataclass(frozen=True)
-class Check:
-    """Check.
-
-    ``run`` returns in a few words what is well, or raises ShoalError. It may report findings of its
-    own before.
-
-    ``needs``: names of earlier checks. ``code``: exit code of `shoal doctor` if this is the first
-    that fails. ``seconds``: time limit, after which its thread is abandoned.
-    """
-
-    name: str
-    code: ExitCode
-    run: Callable[[Tell], str]
-    needs: tuple[str, ...] = ()
-    seconds: float = 20.0
-
-
-def examine(
-    checks: Sequence[Check], tell: Tell = lambda finding: None
-) -> tuple[list[CheckOutcome], ExitCode]:
-    """Run all ``checks``; return all findings and the code of the first failure.
-
-    ``tell`` gets each finding at once.
-    """
-    findings: list[CheckOutcome] = []
-    cause: dict[
-        str, str
-    ] = {}  # check that failed or was skipped -> the failed check that caused it
-    code = ExitCode.OK
-
-    def note(finding: CheckOutcome) -> None:
-        findings.append(finding)
-        tell(finding)
-
-    for check in checks:
-        blocked = next((cause[name] for name in check.needs if name in cause), None)
-        if blocked is not None:
-            cause[check.name] = blocked
-            note(CheckOutcome(check.name, "skipped", f"needs {blocked!r}, see there"))
-            continue
-        finding = _run(check, note)
-        if finding.outcome in ("failed", "skipped"):
-            cause[check.name] = check.name
-        if finding.outcome == "failed" and code == ExitCode.OK:
-            code = check.code if finding.trace is None else ExitCode.BAD_INPUT
-        note(finding)
-    return findings, code
-
-
-def _run(check: Check, note: Tell) -> CheckOutcome:
-    began = time.monotonic()
-    ended: list[CheckOutcome] = []
-    late = threading.Event()
-
-    def tell(finding: CheckOutcome) -> None:
-        if not late.is_set():
-            note(finding)
-
-    def work() -> None:
-        outcome: Verdict = "ok"
-        trace: str | None = None
-        try:
-            said = check.run(tell)
-        except ShoalError as error:
-            outcome = (
-                "note"
-                if isinstance(error, Note)
-                else "skipped"
-                if isinstance(error, Skip)
-                else "failed"
-            )
-            said = str(error)
-            trace = getattr(error, "trace", None)
-        except Exception as error:  # one check must not stop the others
-            outcome = "failed"
-            if (own := explained(error)) is not None:
-                said = str(own)
-                trace = getattr(own, "trace", "")
-            else:
-                last = traceback.extract_tb(error.__traceback__)[-1]
-                where = f"{last.filename.rpartition('/')[2]}:{last.lineno}"
-                what = f"{type(error).__name__}: {error}".split("\n")[0][:300]
-                said = f"this check itself failed ({what}, in {where}): please report it."
-        ended.append(
-            CheckOutcome(check.name, outcome, said, round(time.monotonic() - began, 3), trace)
-        )
-
-    thread = threading.Thread(target=work, name=f"doctor-{check.name}", daemon=True)
-    thread.start()
-    thread.join(check.seconds)
-    if ended:
-        return ended[0]
-    late.set()
-    said = (
-        f"this took longer than {check.seconds:g} s and was given up: the machine may be "
-        "overloaded, try again."
-    )
-    return CheckOutcome(check.name, "failed", said, round(time.monotonic() - began, 3))
-
-
-T = TypeVar("T")
-
-
-@dataclass
-class Visit:
-    """Visit of a node that is no member to the swarm of ``link``, if there is one."""
-
-    link: Link | None
-    port: int = 0
-    hooks: str | None = None
-    parameters: bool = False
-    """Name the parameters that each of several inner optimizers trains."""
-    identity: Identity = field(default_factory=Identity.ephemeral)
-    host: Host | None = None
-    began: float = 0.0
-    """When it was started, by the monotonic clock."""
-    directory: Directory | None = None
-    reached: list[str] = field(default_factory=list)
-    """Full multiaddrs of members that answered."""
-    seeds: list[str] = field(default_factory=list)
-    """Full multiaddrs of bootstrap nodes that answered."""
-    manifest: Manifest | None = None
-    seen: list[DialBackView] = field(default_factory=list)
-    outcome: str | None = None
-    """Outcome of dialling back, if it was tried."""
-    opened: str | None = None
-    """The address at which the router was found to let peers in, at a port that it opened for the
-    daemon.
-    """
-
-    def ask(
-        self, address: str, protocol: str, work: Callable[[Stream], Awaitable[T]], seconds: float
-    ) -> T:
-        """Do ``work`` on a stream to the peer of a full multiaddr.
-
-        Raises NetworkError or MessageError.
-        """
-        host = self.running()
-
-        async def asked() -> T:
-            with contextlib.closing(
-                await host.open(address.rpartition("/p2p/")[2], protocol, timeout=10.0)
-            ) as stream:
-                return await work(stream)
-
-        return host.call(asked(), seconds)
-
-    def running(self) -> Host:
-        if self.host is None:
-            raise NetworkError("the network daemon does not run.")
-        return self.host
-
-    def agreed(self) -> Manifest:
-        if self.manifest is None:
-            raise MessageError("the swarm's manifest is not there.")
-        return self.manifest
-
-    def members(self) -> dict[str, Member]:
-        return {} if self.directory is None else self.directory.members()
-
-    def now(self) -> float:
-        """Return Unix seconds by the clocks of the peers that said theirs; by this machine's if
-        none did.
-        """
-        return time.time() + clock_skew(self.seen)
-
-    def close(self) -> None:
-        with contextlib.suppress(NetworkError):
-            if self.directory is not None:
-                self.directory.close()
-        if self.host is not None:
-            self.host.close()
-
-
-CONNECT_S = 8.0  # seconds for one bootstrap peer
-# seconds from its start in which a daemon has a router open a port, and the host asks it for its
-# addresses
+CONNECT_S = 8.0
+"""For one bootstrap peer."""
+ASK_S = 15.0
+"""For a peer's answer."""
+DIAL_BACK_S = 30.0
+"""For a peer to dial back and say how it went."""
+MEASURE_S = 30.0
+"""For a measurement of bandwidth with one member."""
 OPENED_S = 12.0
-OLD = "does not offer"  # part of `Host.open`'s error for a protocol that a peer does not know
+"""From its start, in which a daemon has a router open a port, and the host asks it for its
+addresses.
+"""
+LOOK_S = 0.2
+"""Between two looks for that address."""
+MBIT = 8e-6
+"""Megabits of a byte."""
+SLOW_MBIT = 1.0
+"""A second; less is a slow link."""
+NAMED_MEMBERS = 8
+"""That a bootstrap node names and that are tried."""
+NOT_OFFERED = "does not offer"
+"""Part of `Host.open`'s error for a protocol that a peer does not know."""
 
 
 def daemon(visit: Visit, tell: Tell) -> str:
@@ -291,17 +87,15 @@ def bootstrap(visit: Visit, tell: Tell) -> str:
     addresses = visit.link.bootstrap
     problems = host.call(_connected(host, addresses), CONNECT_S + 2.0)
     # Each peer once: when one of its addresses works the others do not matter.
-    answering = {
-        address.rpartition("/p2p/")[2]: address
-        for address, problem in problems.items()
-        if not problem
-    }
+    answering = {_peer(address): address for address, problem in problems.items() if not problem}
     for address, problem in problems.items():
-        if (
-            problem and address.rpartition("/p2p/")[2] in answering
-        ):  # an address of its local network, for instance
+        if not problem:
+            tell(CheckOutcome(f"peer {address}", "ok", "answers"))
+            continue
+        if _peer(address) in answering:
+            # An address of its local network, for instance.
             problem = "no answer from here, but the peer answers at another of its addresses"
-        tell(CheckOutcome(f"peer {address}", "note" if problem else "ok", problem or "answers"))
+        tell(CheckOutcome(f"peer {address}", "note", problem))
     for address in answering.values():
         _sort(visit, address)
     if not answering:
@@ -314,7 +108,7 @@ def bootstrap(visit: Visit, tell: Tell) -> str:
             "only bootstrap nodes answer, and they name no member that does: the swarm's last node "
             "may have left, ask for one."
         )
-    dead = len({a.rpartition("/p2p/")[2] for a in addresses} - answering.keys())
+    dead = len({_peer(address) for address in addresses} - answering.keys())
     said = (
         f"{plural(len(visit.reached), 'member')} and {plural(len(visit.seeds), 'bootstrap node')} "
         "answer"
@@ -327,6 +121,11 @@ def bootstrap(visit: Visit, tell: Tell) -> str:
     return said
 
 
+def _peer(address: str) -> str:
+    """Return the peer id of a full multiaddr."""
+    return address.rpartition("/p2p/")[2]
+
+
 def _sort(visit: Visit, address: str) -> None:
     """Sort a reached peer: connect to the members that a seed names, and note any other as a
     member.
@@ -335,26 +134,25 @@ def _sort(visit: Visit, address: str) -> None:
     link = visit.link
     host = visit.running()
     try:
-        named = addresses_of(
-            visit.ask(address, SEED_PROTOCOL, lambda stream: ask_seed(stream, link.swarm), 15.0)
+        answer = visit.ask(
+            address, SEED_PROTOCOL, lambda stream: ask_seed(stream, link.swarm), ASK_S
         )
+        named = addresses_of(answer)
     except (NetworkError, MessageError) as error:
-        if OLD in str(
-            error
-        ):  # no seed: a member, unless it says otherwise when asked for the manifest
+        # No seed: a member, unless it says otherwise when asked for the manifest.
+        if NOT_OFFERED in str(error):
             _add(visit, address)
         return
     visit.seeds.append(address)
-    for each, problem in host.call(_connected(host, named[:8]), CONNECT_S + 2.0).items():
+    problems = host.call(_connected(host, named[:NAMED_MEMBERS]), CONNECT_S + 2.0)
+    for each, problem in problems.items():
         if not problem:
             _add(visit, each)
 
 
 def _add(visit: Visit, address: str) -> None:
     """Note a reached member once: the link and a seed may both name it."""
-    if address.rpartition("/p2p/")[2] not in {
-        known.rpartition("/p2p/")[2] for known in visit.reached
-    }:
+    if _peer(address) not in map(_peer, visit.reached):
         visit.reached.append(address)
 
 
@@ -364,7 +162,7 @@ def clock(visit: Visit, tell: Tell) -> str:
     """
     for address in [*visit.seeds[:1], *visit.reached, *visit.seeds[1:]][:MAX_ASKED]:
         try:
-            visit.seen.append(visit.ask(address, DIAL_PROTOCOL, ask, 15.0))
+            visit.seen.append(visit.ask(address, DIAL_PROTOCOL, ask, ASK_S))
         except (NetworkError, MessageError) as error:
             tell(CheckOutcome(f"clock of {short(address)}", "note", str(error)))
     if not visit.seen:
@@ -401,7 +199,7 @@ def dialled(visit: Visit, tell: Tell) -> str:
                 return number, await _rung(host, peer, number, token)
 
         try:
-            number, outcome = host.call(rung(), 30.0)
+            number, outcome = host.call(rung(), DIAL_BACK_S)
         except OSError as error:
             raise FaultError(
                 f"port {visit.port} cannot be listened on ({error.strerror}): choose another one."
@@ -415,7 +213,8 @@ def dialled(visit: Visit, tell: Tell) -> str:
         visit.outcome = outcome
         if outcome == "reached":
             return f"{short(seen.peer)} connected back to {seen.address} port {number}"
-        if (opened := _by_router(visit, seen)) is not None:
+        opened = _by_router(visit, seen)
+        if opened is not None:
             visit.opened = seen.address
             return (
                 f"{short(seen.peer)} connected back to {seen.address} port {opened}, which the "
@@ -432,8 +231,10 @@ def dialled(visit: Visit, tell: Tell) -> str:
 
 
 async def _rung(host: Host, peer: str, number: int, token: bytes = b"") -> Outcome | None:
-    with contextlib.closing(await host.open(peer, DIAL_PROTOCOL, timeout=10.0)) as stream:
-        return (await ask(stream, number, token)).outcome
+    stream = await host.open(peer, DIAL_PROTOCOL, timeout=OPEN_S)
+    with contextlib.closing(stream):
+        view = await ask(stream, number, token)
+        return view.outcome
 
 
 def _by_router(visit: Visit, seen: DialBackView) -> int | None:
@@ -443,27 +244,25 @@ def _by_router(visit: Visit, seen: DialBackView) -> int | None:
     host = visit.running()
     port = None
     while not _own(seen.address):
-        port = dialled_port(
-            [address for address in host.addresses() if host_of(address) == seen.address]
-        )
+        there = [address for address in host.addresses() if host_of(address) == seen.address]
+        port = dialled_port(there)
         if port is not None or time.monotonic() > visit.began + OPENED_S:
             break
-        time.sleep(0.2)
+        time.sleep(LOOK_S)
     if port is None:
         return None
     try:
-        return (
-            port if host.call(_rung(host, seen.peer, port), 30.0) == "other" else None
-        )  # the daemon answers, and knows no token
+        outcome = host.call(_rung(host, seen.peer, port), DIAL_BACK_S)
     except (NetworkError, MessageError):
         return None
+    # The daemon answers, and knows no token.
+    return port if outcome == "other" else None
 
 
 def _own(host: str) -> bool:
     """Return whether this machine has the IP address ``host``."""
-    with socket.socket(
-        socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM
-    ) as probe:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
             probe.bind((host, 0))
         except OSError:
@@ -477,7 +276,6 @@ def nat(visit: Visit, tell: Tell) -> str:
     if not seen:
         raise Skip("no peer sees an address of this machine.")
     hidden = [address for address in seen if not _own(address)]
-    reached = visit.outcome == "reached"
     if len(hidden) > 1 and all(ipaddress.ip_address(address).version == 4 for address in hidden):
         raise Note(
             f"behind a NAT that shows {' and '.join(hidden)} to different peers: use a bootstrap "
@@ -488,18 +286,20 @@ def nat(visit: Visit, tell: Tell) -> str:
             f"behind a NAT, seen as {visit.opened}, whose router opens a port by itself: "
             "nothing to forward or to announce"
         )
+    reached = visit.outcome == "reached"
+    if hidden and reached:
+        return (
+            f"behind a NAT, seen as {hidden[0]}, with the port forwarded: add --announce "
+            f"/ip4/{hidden[0]}/tcp/PORT"
+        )
     if hidden:
-        if reached:
-            return (
-                f"behind a NAT, seen as {hidden[0]}, with the port forwarded: add --announce "
-                f"/ip4/{hidden[0]}/tcp/PORT"
-            )
         raise Note(
             f"private, behind a NAT and seen as {hidden[0]}: forward a port, or have a bootstrap "
             "node with --relay in the link."
         )
-    public = any(ipaddress.ip_address(address).is_global for address in seen)
-    kind = "public" if public else "in the same network as its peers"
+    kind = "in the same network as its peers"
+    if any(ipaddress.ip_address(address).is_global for address in seen):
+        kind = "public"
     if visit.outcome is not None and not reached:
         raise Note(
             f"{kind}, seen as {seen[0]} without a NAT, but a firewall keeps others out: open the "
@@ -513,18 +313,19 @@ def bandwidth(visit: Visit, tell: Tell) -> str:
     problem = ""
     for address in visit.reached[:MAX_ASKED]:
         try:
-            speed = visit.ask(address, SPEED_PROTOCOL, measure, 30.0)
+            speed = visit.ask(address, SPEED_PROTOCOL, measure, MEASURE_S)
         except (NetworkError, MessageError) as error:
             problem = str(error)
             continue
-        down = speed.down * 8e-6
-        up = speed.up * 8e-6
-        said = f"{down:,.1f} Mbit/s from {short(address)}" + (
-            f" and {up:,.1f} to it, at once" if speed.whole else ""
-        )
-        if not speed.whole or min(down, up) < 1.0:
+        down = speed.down * MBIT
+        up = speed.up * MBIT
+        said = f"{down:,.1f} Mbit/s from {short(address)}"
+        if speed.whole:
+            said += f" and {up:,.1f} to it, at once"
+        else:
+            said += f" and less than {up:,.1f} to it"
+        if not speed.whole or min(down, up) < SLOW_MBIT:
             thin = " or ".join(name for name in methods_of("everyone") if METHODS[name].advised)
-            slow = f"the link is slow, so take --method {thin}, or --codec int8"
-            raise Note(f"{said}{'' if speed.whole else f' and less than {up:,.1f} to it'}: {slow}.")
+            raise Note(f"{said}: the link is slow, so take --method {thin}, or --codec int8.")
         return said
     raise Skip(f"not measured: {problem.removesuffix('.')}.")

@@ -35,7 +35,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from shoal.node.checkpoint.folder import CheckpointError, listed
 from shoal.node.checkpoint.store import load
 from shoal.node.checkpoint.writer import CheckpointWriter
-from shoal.node.config.settings import NodeSettings
+from shoal.node.config.node_settings import NodeSettings
 from shoal.node.home import expanded
 from shoal.node.inner_tensors import holds_inner, initialise, load_whole_model, put_together
 from shoal.node.metrics.log import Metrics, RoundRecord, progress_fields

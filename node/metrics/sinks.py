@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from shoal.node.config.settings import NodeSettings
+from shoal.node.config.node_settings import NodeSettings
 from shoal.node.console import MAX_PORT, parse_address, require
 from shoal.node.metrics.log import About, Fields, MetricsError, MetricsSink, Sinks, number, one_line
 from shoal.swarm.membership.membership import SHOAL_VERSION, Membership

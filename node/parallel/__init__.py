@@ -1,3 +1,1 @@
-"""One peer of several GPUs, or of several processes on one CPU: its start as a torch.distributed
-job, and the work of its ranks.
-"""
+"""A node of several processes: a rank for each GPU, of which rank 0 is the node to the swarm."""

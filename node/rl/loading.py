@@ -10,7 +10,8 @@ import inspect
 import re
 from collections.abc import Callable, Mapping
 
-from shoal.node.config.settings import ConfigError, Settings, env_label, served_by
+from shoal.node.config.rl_settings import env_label, served_by
+from shoal.node.config.settings import ConfigError, Settings
 from shoal.node.rl.environment import (
     HELD_OUT,
     Env,

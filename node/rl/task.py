@@ -17,7 +17,7 @@ from functools import cached_property
 
 import torch
 
-from shoal.node.config.settings import RLSettings
+from shoal.node.config.rl_settings import RLSettings
 from shoal.node.rl.environment import HELD_OUT, Env, EnvError, Question
 from shoal.node.rl.policy import Completion, Policy
 from shoal.node.rl.remote_rollouts import RemoteRollouts

@@ -14,14 +14,9 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from shoal.node.config.settings import (
-    ConfigError,
-    RLSettings,
-    Settings,
-    SwarmSettings,
-    TaskSettings,
-    env_label,
-)
+from shoal.node.config.rl_settings import RLSettings, env_label
+from shoal.node.config.settings import ConfigError, Settings
+from shoal.node.config.swarm_settings import SwarmSettings, TaskSettings
 from shoal.node.data.task_options import DATA, DIGEST, TEXT, TOKENIZER, options_of_member
 from shoal.node.task import Task
 from shoal.node.tasks.loader import BUILT_IN, load_task

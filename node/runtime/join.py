@@ -18,7 +18,8 @@ import torch
 from pydantic import ValidationError
 
 from shoal.node.config.links import LINK
-from shoal.node.config.settings import ConfigError, Settings, env_label
+from shoal.node.config.rl_settings import env_label
+from shoal.node.config.settings import ConfigError, Settings
 from shoal.node.data.task_options import TEXT, options_for_manifest
 from shoal.node.runtime.door import RL, task_label
 from shoal.node.runtime.resume import write_json
@@ -42,7 +43,7 @@ from shoal.swarm.wire.envelope import seal
 from shoal.swarm.wire.messages import Member
 
 if TYPE_CHECKING:
-    from shoal.node.parallel.ranks import NodeRanks
+    from shoal.node.parallel.node_ranks import NodeRanks
 
 REFRESH_S = 10.0
 

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 from shoal.node.checkpoint import store as checkpoint
 from shoal.node.checkpoint.folder import CheckpointError, steps
-from shoal.node.config.settings import NodeSettings
+from shoal.node.config.node_settings import NodeSettings
 from shoal.node.console import dumps
 from shoal.node.inner_tensors import load_whole_model
 from shoal.node.runtime.display import lag_words, per_second

@@ -33,7 +33,7 @@ from shoal.swarm.identity import Identity
 from shoal.swarm.membership.membership import NetworkOptions
 
 if TYPE_CHECKING:
-    from shoal.node.parallel.ranks import NodeRanks
+    from shoal.node.parallel.node_ranks import NodeRanks
 
 # The start of a node that was running a moment ago: its launcher starts it again after one of its
 # ranks died.

@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from shoal.node.config.settings import OwnTraining
+from shoal.node.config.train_settings import OwnTraining
 from shoal.node.task import Task
 from shoal.node.training.batch_parts import batch_rows, cut_batch
 from shoal.node.training.layout import Layout

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from shoal.node.config.settings import Precision
+from shoal.node.config.train_settings import Precision
 from shoal.node.training.training_error import TrainingError
 
 DTYPES: dict[Precision, torch.dtype] = {"bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from shoal.node.config.settings import OwnTraining
+from shoal.node.config.train_settings import OwnTraining
 from shoal.node.inner_tensors import (
     copied,
     holds_inner,

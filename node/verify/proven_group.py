@@ -8,7 +8,7 @@ import re
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from shoal.node.config.settings import served_by
+from shoal.node.config.rl_settings import served_by
 from shoal.node.rl.environment import Env
 from shoal.node.rl.policy import Completion, Policy
 from shoal.node.verify.errors import VerifyError

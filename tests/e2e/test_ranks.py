@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from shoal.node.checkpoint.store import load
-from shoal.node.config.settings import OwnTraining
+from shoal.node.config.train_settings import OwnTraining
 from shoal.node.task import Shard
 from shoal.node.tasks.text import TextTask
 from shoal.node.training.trainer import Trainer

@@ -10,7 +10,7 @@ import torch
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from shoal.node.config.settings import OwnTraining
+from shoal.node.config.train_settings import OwnTraining
 from shoal.node.task import Task
 from shoal.node.training.inner_step import InnerStep
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from shoal.node.config.settings import OwnTraining
+from shoal.node.config.train_settings import OwnTraining
 from shoal.node.task import Shard, Task, elements, leaves, to_device, tokens_in
 from shoal.node.tasks.guarded import Guarded
 from shoal.node.training import batch_parts

@@ -13,8 +13,8 @@ from shoal.node.commands import pull as pulling
 from shoal.node.config.settings import load
 from shoal.node.console import ExitCode
 from shoal.node.demo.nodes import Nodes
-from shoal.node.doctor import checks as swarm_checks
-from shoal.node.doctor.network_checks import Check, examine
+from shoal.node.doctor import swarm_checks
+from shoal.node.doctor.check import Check, examine
 from shoal.node.rl.loading import load_env
 from shoal.node.runtime.join import new_manifest
 from shoal.node.runtime.node_run import NodeRun
@@ -346,7 +346,8 @@ def test_every_command_that_makes_a_task_names_its_fault(
         visit = SimpleNamespace(agreed=lambda: renamed, hooks=spec)
         checks = [Check("model", ExitCode.DIFFERS, lambda tell: swarm_checks.model(visit, tell))]
         monkeypatch.setattr(
-            "shoal.node.doctor.checks.diagnose", lambda link, tell, **options: examine(checks, tell)
+            "shoal.node.doctor.diagnose.diagnose",
+            lambda link, tell, **options: examine(checks, tell),
         )
     arguments = {
         "up": [], "demo": ["--peers", 2], "join": [link],
@@ -415,7 +416,7 @@ def test_an_environment_that_fails_is_the_users(
         return [env.made.question(0, index) for index in range(3)]
 
     monkeypatch.setattr(NodeRun, "run", lambda run_: run(run_.settings))
-    monkeypatch.setattr("shoal.node.demo.rl.make_task", run)
+    monkeypatch.setattr("shoal.node.demo.rl_demo.make_task", run)
     link = f"shoal://{'a' * 52}?peer=/ip4/127.0.0.1/tcp/1/p2p/{Identity.ephemeral().peer_id}"
     arguments = {
         "up": ["up", "--task", "rl"],

@@ -20,12 +20,14 @@ from shoal.node.checkpoint.folder import steps
 from shoal.node.checkpoint.store import load
 from shoal.node.checkpoint.writer import CheckpointWriter
 from shoal.node.cli.main import cli
-from shoal.node.cli.prepare import ScaffoldError, scaffold
-from shoal.node.config.settings import NodeSettings, RLSettings, Settings
+from shoal.node.commands.scaffold import ScaffoldError, scaffold
+from shoal.node.config.node_settings import NodeSettings
+from shoal.node.config.rl_settings import RLSettings
+from shoal.node.config.settings import Settings
 from shoal.node.console import dumps, require
 from shoal.node.data.source import DataError
 from shoal.node.data.tokenizer import BYTES, load_tokenizer
-from shoal.node.demo import demo
+from shoal.node.demo import training_demo
 from shoal.node.integrations.own_loop import Run
 from shoal.node.rl.environment import EnvError
 from shoal.node.rl.gym import Gym
@@ -222,8 +224,8 @@ def test_what_is_not_finite_is_null():
 @pytest.mark.parametrize(
     ("arguments", "where"),
     [
-        (["demo"], "shoal.node.demo.demo.run_demo"),
-        (["demo", "--task", "rl"], "shoal.node.demo.rl.run_demo"),
+        (["demo"], "shoal.node.demo.training_demo.run_demo"),
+        (["demo", "--task", "rl"], "shoal.node.demo.rl_demo.run_demo"),
         (["status", LINK], "shoal.node.commands.status.read_status"),
         (["peers", LINK], "shoal.node.verify.peers.read_peers"),
         (["pull", LINK, "--out", "x"], "shoal.node.commands.pull.pull"),
@@ -294,13 +296,14 @@ def test_demo_reports_without_evaluations():
         "trained_alone": False,
         "ended": None,
     }
-    report = demo.report([one, {**one, "loss_first": 1.0}], [], 0.5, 1.0)
+    report = training_demo.report([one, {**one, "loss_first": 1.0}], [], 0.5, 1.0)
     assert (report["loss_first"], report["loss_last"]) == (None, 2.0)
-    assert "held-out loss: not known" in demo.summary(report)
-    alone_unknown = demo.report([{**one, "loss_first": 3.0, "loss_local": None}], [], 0.5, 1.0)
-    assert "3.000 at first, 2.000 together; not compared" in demo.summary(alone_unknown)
-    assert "50.0 % better together" in demo.summary(
-        demo.report([{**one, "loss_first": 3.0}], [], 0.5, 1.0)
+    assert "held-out loss: not known" in training_demo.summary(report)
+    unknown = {**one, "loss_first": 3.0, "loss_local": None}
+    alone_unknown = training_demo.report([unknown], [], 0.5, 1.0)
+    assert "3.000 at first, 2.000 together; not compared" in training_demo.summary(alone_unknown)
+    assert "50.0 % better together" in training_demo.summary(
+        training_demo.report([{**one, "loss_first": 3.0}], [], 0.5, 1.0)
     )
 
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from shoal.node.config.settings import OwnTraining
+from shoal.node.config.train_settings import OwnTraining
 from shoal.node.task import Shard, Task
 from shoal.node.training.precision import check_precision
 from shoal.node.training.trainer import Trainer

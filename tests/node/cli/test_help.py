@@ -28,7 +28,7 @@ def test_help_loads_nothing_heavy():
     program = [sys.executable, "-X", "importtime", "-m", "shoal", "--help"]
     done = subprocess.run(program, capture_output=True, text=True, timeout=60, check=True)
     loaded = set(re.findall(r"^import time:.*\| +([\w.]+)$", done.stderr, re.M))
-    assert {"click", "shoal.node.cli.up"} <= loaded
+    assert {"click", "shoal.node.cli.run"} <= loaded
     heavy = {
         "torch",
         "hivemind",

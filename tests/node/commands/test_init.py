@@ -15,7 +15,7 @@ import torch
 from click.testing import CliRunner
 
 from shoal.node.cli.main import cli
-from shoal.node.cli.prepare import FILES, TEMPLATES, ScaffoldError, scaffold
+from shoal.node.commands.scaffold import FILES, TEMPLATES, ScaffoldError, scaffold
 from shoal.node.config.settings import load
 from shoal.node.rl.loading import make_task
 from shoal.node.task import Shard

@@ -110,7 +110,7 @@ def test_a_name_is_joined_only_after_asking(monkeypatch):
     )
     joined = []
     monkeypatch.setattr(
-        "shoal.node.cli.up._run_node", lambda file, link, flags: joined.append(link) or 0
+        "shoal.node.cli.run._run_node", lambda file, link, flags: joined.append(link) or 0
     )
     runner = CliRunner()
     refused = runner.invoke(cli, ["join", "ours", "--bootstrap", SEED])

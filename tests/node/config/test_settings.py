@@ -2,6 +2,7 @@
 
 import math
 import re
+import socket
 from pathlib import Path
 
 import pytest
@@ -9,11 +10,11 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from shoal.node.config import settings as config
 from shoal.node.config.device import resolve_device
+from shoal.node.config.setting_types import MAX_NAME_CHARS
 from shoal.node.config.settings import ConfigError, Settings, assignment, known_keys, load
-from shoal.node.doctor import checks
-from shoal.node.doctor.network_checks import Note
+from shoal.node.doctor import machine_checks
+from shoal.node.doctor.check import Note
 from shoal.node.home import HomeError, expanded
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "swarm.toml"
@@ -332,11 +333,11 @@ def test_too_old_driver_is_named(machine, monkeypatch):
     with pytest.raises(
         Note, match=r"a GPU cannot be used .*too old.*: install its driver, or a build that fits it"
     ):
-        checks.device(None, lambda said: None)
+        machine_checks.device(None, lambda said: None)
 
 
 def test_nodes_of_one_machine_have_different_default_names(monkeypatch):
-    monkeypatch.setattr(config.socket, "gethostname", lambda: "box.example.org")
+    monkeypatch.setattr(socket, "gethostname", lambda: "box.example.org")
 
     def name(**given):
         return load(None, {f"node.{key}": value for key, value in given.items()}).node.name
@@ -347,19 +348,19 @@ def test_nodes_of_one_machine_have_different_default_names(monkeypatch):
     assert name(identity="keys/other.key") == "box-other"
     assert name(folder="runs/second", identity="keys/other.key") == "box-second"
     assert name(folder="runs/second", name="anna") == "anna"
-    assert len(name(folder="x" * 100)) == config.MAX_NAME_CHARS
+    assert len(name(folder="x" * 100)) == MAX_NAME_CHARS
 
 
 def test_a_second_key_gives_a_second_run_folder(monkeypatch):
-    monkeypatch.setattr(config.socket, "gethostname", lambda: "box")
+    monkeypatch.setattr(socket, "gethostname", lambda: "box")
     first, second = load().node, load(None, {"node.identity": "other.key"}).node
     assert (first.run_folder.name, second.run_folder.name) == ("box", "box-other")
 
 
 def test_host_name_is_a_file_name(monkeypatch):
-    monkeypatch.setattr(config.socket, "gethostname", lambda: "-é/box.example.org")
+    monkeypatch.setattr(socket, "gethostname", lambda: "-é/box.example.org")
     assert load().node.name == "box"
-    monkeypatch.setattr(config.socket, "gethostname", lambda: "...")
+    monkeypatch.setattr(socket, "gethostname", lambda: "...")
     assert load().node.name == "node"
 
 

@@ -11,10 +11,13 @@ import pytest
 import torch
 
 from shoal.node.config.settings import ConfigError, load
-from shoal.node.demo import cheating, nodes
-from shoal.node.demo.demo import _all_began, _done, _ended, _loss, _sent, stage
-from shoal.node.demo.nodes import LONG_S, QUIET_S, DemoError, Liveness, interpreter
-from shoal.node.demo.rl import bans, policies, run_demo
+from shoal.node.demo import cheating, liveness
+from shoal.node.demo.bans import bans
+from shoal.node.demo.liveness import LONG_S, QUIET_S, DemoError, Liveness
+from shoal.node.demo.nodes import interpreter
+from shoal.node.demo.rl_demo import policies, run_demo
+from shoal.node.demo.run_nodes import stage
+from shoal.node.demo.training_demo import _all_began, _done, _ended, _loss, _sent
 from shoal.node.rl import loading
 from shoal.node.rl.loading import load_env
 from shoal.node.rl.tiny import Tiny
@@ -205,10 +208,10 @@ def test_a_demo_leaves_no_folder_and_removes_nobody_elses(tmp_path, monkeypatch)
 def test_each_event_is_parsed_once_and_half_a_line_waits(tmp_path, monkeypatch):
     parsed = []
     monkeypatch.setattr(
-        nodes.json, "loads", lambda line, loads=json.loads: parsed.append(line) or loads(line)
+        liveness.json, "loads", lambda line, loads=json.loads: parsed.append(line) or loads(line)
     )
     path = tmp_path / "metrics.jsonl"
-    reader = nodes.EventReader(path)
+    reader = liveness.EventReader(path)
     assert reader.read() == []
     path.write_text('{"n": 1}\n{"n": 2}\n{"n"', encoding="utf-8")
     assert [event["n"] for event in reader.read()] == [1, 2]

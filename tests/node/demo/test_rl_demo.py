@@ -5,7 +5,7 @@ from click.testing import CliRunner
 
 from shoal.node.cli.main import cli
 from shoal.node.console import ExitCode
-from shoal.node.demo.rl import report, summary
+from shoal.node.demo.rl_demo import report, summary
 
 LONELY = "this node trained alone though others were there"
 
@@ -31,7 +31,7 @@ def ended(name, received=3, **fields):
 
 
 def status(monkeypatch, found):
-    monkeypatch.setattr("shoal.node.demo.rl.run_demo", lambda **given: found)
+    monkeypatch.setattr("shoal.node.demo.rl_demo.run_demo", lambda **given: found)
     shown = CliRunner().invoke(cli, ["demo", "--task", "rl"], standalone_mode=False)
     return shown.return_value, shown.stdout
 

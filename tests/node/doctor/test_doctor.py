@@ -19,9 +19,11 @@ from shoal.node.cli.main import cli
 from shoal.node.commands.plan import measured_line
 from shoal.node.config.settings import load
 from shoal.node.console import ExitCode
-from shoal.node.doctor import checks, network_checks
-from shoal.node.doctor.checks import diagnose
-from shoal.node.doctor.network_checks import Check, CheckOutcome, Note, Skip, Visit, examine
+from shoal.node.doctor import diagnose as diagnosis
+from shoal.node.doctor import machine_checks, network_checks, swarm_checks
+from shoal.node.doctor.check import Check, CheckOutcome, Note, Skip, examine
+from shoal.node.doctor.diagnose import diagnose
+from shoal.node.doctor.visit import Visit
 from shoal.node.runtime.join import new_manifest
 from shoal.node.tasks.loader import load_task
 from shoal.optim.parameters import AveragedParameters
@@ -183,7 +185,7 @@ def test_plan_measures_without_joining(healthy):
 def test_own_loops_have_no_task_to_compare():
     """In a swarm of own loops there is no task to compare."""
     with pytest.raises(Skip, match=r"own: swarm\.join compares the model"):
-        checks.model(SimpleNamespace(agreed=lambda: SimpleNamespace(task=OWN_LOOP)), None)
+        swarm_checks.model(SimpleNamespace(agreed=lambda: SimpleNamespace(task=OWN_LOOP)), None)
 
 
 def dealt(peer, *reached):
@@ -201,10 +203,10 @@ def dealt(peer, *reached):
 def test_member_missing_from_its_bucket_is_named(healthy):
     """A member that never shows up in its bucket is named."""
     here = healthy.host.addresses()[0]
-    found = checks.bucket(dealt(healthy, here), None)
+    found = swarm_checks.bucket(dealt(healthy, here), None)
     assert found == "1 member looked for, and found in the bucket of this epoch"
     with pytest.raises(Note) as said:
-        checks.bucket(dealt(healthy, here, NOBODY), None)
+        swarm_checks.bucket(dealt(healthy, here, NOBODY), None)
     wanted = (
         f"…{NOBODY[-8:]} never showed up in the bucket of this epoch, so nobody is paired "
         "with it: if it has run for"
@@ -212,7 +214,7 @@ def test_member_missing_from_its_bucket_is_named(healthy):
     assert str(said.value).startswith(wanted)
     assert "set its clock by NTP" in str(said.value)
     with pytest.raises(Skip, match="no member answered"):
-        checks.bucket(dealt(healthy), None)
+        swarm_checks.bucket(dealt(healthy), None)
 
 
 def test_reach_of_members_in_view_is_reported():
@@ -231,7 +233,7 @@ def test_reach_of_members_in_view_is_reported():
         for number, (reach, moved) in enumerate(met)
     }
     assert (
-        checks.in_view(members, 7)
+        swarm_checks.in_view(members, 7)
         == ", 7 peers in view (3 punched, 2 MB/s; 2 direct, 9 MB/s; 1 relayed)"
     )
 
@@ -246,12 +248,12 @@ def test_bucketed_swarm_figures_are_estimates():
         "reach": "unknown",
     }
     members = {str(number): SimpleNamespace(**known) for number in range(48)}
-    assert checks.in_view(members, 48) == ", 48 peers in view"
+    assert swarm_checks.in_view(members, 48) == ", 48 peers in view"
     estimated = (
         ": about 1,536 peers (± 14 %), estimated from the 48 in view: 15,360 tokens a second in "
         "all, median loss 2.0000"
     )
-    assert checks.in_view(members, 1536) == estimated
+    assert swarm_checks.in_view(members, 1536) == estimated
 
 
 def test_a_skewed_clock_another_version_and_other_shapes_are_named(strange):
@@ -387,7 +389,7 @@ class TestThisMachine:
         def full(*arguments, **options):
             raise OSError(errno.ENOSPC, "No space left on device")
 
-        monkeypatch.setattr(checks.tempfile, "TemporaryFile", full)
+        monkeypatch.setattr(machine_checks.tempfile, "TemporaryFile", full)
         found, code = examined(None)
         assert (
             "(No space left on device): free some space, or use --folder elsewhere."
@@ -396,7 +398,7 @@ class TestThisMachine:
         assert code == ExitCode.UNFIT_MACHINE
 
     def test_little_memory(self, monkeypatch):
-        monkeypatch.setattr(checks, "free_memory", lambda: (1e8, 8e9))
+        monkeypatch.setattr(machine_checks, "free_memory", lambda: (1e8, 8e9))
         found, code = examined(None)
         assert "only 0.1 of 8.0 GB free" in found["memory"].said
         assert code == ExitCode.UNFIT_MACHINE
@@ -478,7 +480,7 @@ def test_a_check_that_hangs_is_given_up():
 def test_invitation_is_shown_with_its_key_only(monkeypatch, tmp_path):
     """An invitation for one peer is shown with the key of that peer and with no other."""
     mine, creator, visits = Identity.load_or_create(tmp_path / "mine.key"), Identity.ephemeral(), []
-    monkeypatch.setattr(checks, "checks", lambda visit: visits.append(visit) or [])
+    monkeypatch.setattr(diagnosis, "checks", lambda visit: visits.append(visit) or [])
     for options in ({"peer": mine.peer_id}, {}):
         link = Link("a" * 52, (NOBODY,), issue(creator, "a" * 52, lives=60.0, **options))
         diagnose(str(link), identity=tmp_path / "mine.key")
@@ -488,7 +490,7 @@ def test_invitation_is_shown_with_its_key_only(monkeypatch, tmp_path):
 
 def test_checks_that_were_skipped_are_not_said_to_be_well(monkeypatch):
     outcomes = [CheckOutcome("python", "ok", "3.11"), CheckOutcome("swarm", "skipped", "no link")]
-    monkeypatch.setattr(checks, "diagnose", lambda *_, **__: (outcomes, ExitCode.OK))
+    monkeypatch.setattr(diagnosis, "diagnose", lambda *_, **__: (outcomes, ExitCode.OK))
     assert (
         CliRunner()
         .invoke(cli, ["doctor"])
@@ -569,13 +571,13 @@ OWN = {
 
 
 def test_errors_of_the_newest_run_here_are_noted(run_here):
-    assert checks.last_run(None, None) == "none is in the folder 'runs' here"
+    assert machine_checks.last_run(None, None) == "none is in the folder 'runs' here"
     run_here(OWN, START)  # of an earlier run in the same folder
-    assert checks.last_run(None, None) == "'runs/anna' met no error of its own"
+    assert machine_checks.last_run(None, None) == "'runs/anna' met no error of its own"
     run_here(START, OWN)
-    with pytest.raises(checks.Note) as noted:
-        checks.last_run(None, None)
+    with pytest.raises(Note) as noted:
+        machine_checks.last_run(None, None)
     assert str(noted.value) == f"'runs/anna': {OWN['said']}."
     run_here(START, OWN, {"event": "end", "trained_alone": "this node trained alone"})
-    with pytest.raises(checks.Note, match="this node trained alone"):
-        checks.last_run(None, None)
+    with pytest.raises(Note, match="this node trained alone"):
+        machine_checks.last_run(None, None)

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from shoal.node.config.settings import OwnTraining
-from shoal.node.parallel.ranks import LAYOUTS
+from shoal.node.config.train_settings import OwnTraining
+from shoal.node.parallel.layouts import LAYOUTS
 from shoal.node.training.inner_step import InnerStep
 from shoal.node.training.layout import Layout
 

@@ -7,8 +7,8 @@ import signal
 import sys
 import threading
 
-from shoal.node.parallel import launcher
-from shoal.node.parallel.launcher import job_of
+from shoal.node.parallel import rank_process
+from shoal.node.parallel.job import job_of
 from shoal.swarm.errors import ShoalError
 
 how = sys.argv[1]
@@ -38,12 +38,12 @@ def work():
         asked = threading.Event()
         signal.signal(signal.SIGTERM, lambda *_: asked.set())
         if job.leads:
-            launcher.begin_leading(job)
+            rank_process.begin_leading(job)
             print("ready", flush=True)
             asked.wait(60)
             print("asked", flush=True)
             return 130
-        launcher.begin_following()
+        rank_process.begin_following()
     threading.Event().wait({"signal": 3, "killed": 600}.get(how, 0 if job.restarts else 600))
     sys.stdout.write("only rank 0 is heard\n" if job.leads else "?\n")
     sys.stdout.flush()
@@ -51,5 +51,5 @@ def work():
 
 
 if not job.leads and how == "killed-once":
-    launcher.begin_following()
-launcher.run_rank(job, work)
+    rank_process.begin_following()
+rank_process.run_rank(job, work)

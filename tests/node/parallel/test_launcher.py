@@ -15,15 +15,9 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from shoal.node.config.settings import ConfigError, load
-from shoal.node.parallel import ranks
-from shoal.node.parallel.launcher import (
-    Job,
-    RankLostError,
-    RankMissingError,
-    job_of,
-    rank_device,
-    ranks_wanted,
-)
+from shoal.node.parallel import layouts, node_ranks
+from shoal.node.parallel.job import Job, job_of, rank_device, ranks_wanted
+from shoal.node.parallel.rank_process import RankLostError, RankMissingError
 from shoal.node.training.training_error import TrainingError
 from tests.support.coded_tensor import Coded
 
@@ -252,9 +246,9 @@ def test_rank_takes_the_requested_device_kind(monkeypatch, device):
 def test_tensors_that_ranks_cannot_share_are_named():
     """Fault: an 8-bit optimizer with --gpus met "a bug in shoal" at the first checkpoint."""
     plain = torch.nn.Parameter(torch.ones(2))
-    ranks.check_one_form("model", [plain, 3])
+    layouts.check_one_form("model", [plain, 3])
     with pytest.raises(TrainingError) as caught:
-        ranks.check_one_form("inner optimizer", [plain, Coded.of(torch.ones(2))])
+        layouts.check_one_form("inner optimizer", [plain, Coded.of(torch.ones(2))])
     assert str(caught.value) == (
         "The inner optimizer keeps tensors of the class Coded, which the ranks of one node cannot "
         "share: leave --gpus out, or use another."
@@ -360,7 +354,7 @@ def test_lonely_rank_names_the_missing_ones(tmp_path, rank, number):
 @pytest.mark.parametrize(("rank", "heard"), [(0, True), (1, False)])
 def test_wait_for_a_rank_is_limited(monkeypatch, rank, heard):
     """The wait for a rank has a limit and one rank says which it was."""
-    monkeypatch.setattr(ranks, "MEET_S", 0.0)
+    monkeypatch.setattr(node_ranks, "MEET_S", 0.0)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     dist.PrefixStore("shoal/0", store).set(
         f"started/{1 - rank}", ""
@@ -372,5 +366,5 @@ def test_wait_for_a_rank_is_limited(monkeypatch, rank, heard):
     }.items():
         monkeypatch.setenv(name, str(value))
     with pytest.raises(RankLostError, match="rank 2 of 3 did not start within") as caught:
-        ranks._all_started(Job(rank, 3))
+        node_ranks._Meeting(Job(rank, 3)).all_started()
     assert isinstance(caught.value, RankMissingError) is heard

@@ -369,7 +369,7 @@ class Peer:
         (visit.seeds if self.seeds else visit.reached).append("/ip4/1.2.3.4/tcp/1/p2p/somebody")
         visit.ask = self.ask
         if self.seeds:
-            from shoal.node.doctor.network_checks import FaultError
+            from shoal.node.doctor.check import FaultError
 
             raise FaultError("only seeds answer.")
 

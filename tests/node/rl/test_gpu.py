@@ -6,7 +6,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from shoal.node.config.settings import RLSettings
+from shoal.node.config.rl_settings import RLSettings
 from shoal.node.rl.loading import load_env
 from shoal.node.rl.task import RLTask
 from shoal.node.rl.tiny import END, Tiny, Warm

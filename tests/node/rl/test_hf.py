@@ -5,7 +5,7 @@
 import pytest
 import torch
 
-from shoal.node.config.settings import RLSettings
+from shoal.node.config.rl_settings import RLSettings
 from shoal.node.rl.environment import Env, canonical
 from shoal.node.rl.gym import Gym
 from shoal.node.rl.hf import HF, load_hf

@@ -6,7 +6,7 @@ import tracemalloc
 
 import pytest
 
-from shoal.node.config.settings import RLSettings
+from shoal.node.config.rl_settings import RLSettings
 from shoal.node.rl import remote_rollouts
 from shoal.node.rl.loading import load_env
 from shoal.node.rl.task import RLTask

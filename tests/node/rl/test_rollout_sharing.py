@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from shoal.node.config.settings import RLSettings
+from shoal.node.config.rl_settings import RLSettings
 from shoal.node.rl.loading import load_env
 from shoal.node.rl.rollout_sharing import TTL_S, RolloutSharing
 from shoal.node.rl.task import RLTask

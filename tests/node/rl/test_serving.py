@@ -14,7 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from shoal.node.config.settings import RLSettings, Settings
+from shoal.node.config.rl_settings import RLSettings
+from shoal.node.config.settings import Settings
 from shoal.node.rl import completion_server
 from shoal.node.rl.environment import Env, Question, canonical
 from shoal.node.rl.hf import HF

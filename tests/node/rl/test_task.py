@@ -8,7 +8,8 @@ import time
 import pytest
 import torch
 
-from shoal.node.config.settings import RLSettings, Settings
+from shoal.node.config.rl_settings import RLSettings
+from shoal.node.config.settings import Settings
 from shoal.node.rl.environment import HELD_OUT, EnvError, Question
 from shoal.node.rl.loading import load_env, make_task
 from shoal.node.rl.policy import Completion

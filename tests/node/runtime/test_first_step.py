@@ -97,7 +97,7 @@ import json, sys
 from shoal.node.cli import main
 from shoal.node.config.links import read_link
 from shoal.node.config.settings import load
-from shoal.node.parallel import launcher
+from shoal.node.parallel import launcher, rank_process
 from shoal.node.runtime import display, node_run
 
 display.make_display()

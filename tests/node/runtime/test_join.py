@@ -10,8 +10,9 @@ import torch
 
 from shoal.node.cli.main import cli
 from shoal.node.cli.options import overrides
-from shoal.node.config.settings import ConfigError, OwnTraining, TrainTable, load
-from shoal.node.demo.demo import settings_toml
+from shoal.node.config.settings import ConfigError, load
+from shoal.node.config.train_settings import OwnTraining, TrainTable
+from shoal.node.demo.run_nodes import settings_toml
 from shoal.node.runtime import door, training_node
 from shoal.node.runtime.door import check_size, continued, enter, swarm_settings, task_label
 from shoal.node.runtime.join import choose_shard, for_new_swarm, new_manifest, with_own_lag

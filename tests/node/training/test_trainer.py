@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils import flop_counter
 
 from shoal.node.checkpoint import store as checkpoint
-from shoal.node.config.settings import OwnTraining
+from shoal.node.config.train_settings import OwnTraining
 from shoal.node.task import Shard
 from shoal.node.tasks.text import TextTask
 from shoal.node.training.random_state import random_state, restore_random_state

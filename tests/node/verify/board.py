@@ -9,7 +9,8 @@ from unittest import mock
 
 import torch
 
-from shoal.node.config.settings import RLSettings, Settings
+from shoal.node.config.rl_settings import RLSettings
+from shoal.node.config.settings import Settings
 from shoal.node.rl.loading import load_env
 from shoal.node.rl.task import RLTask
 from shoal.node.rl.tiny import Tiny, Warm

@@ -1,6 +1,4 @@
-"""The commands ``shoal up`` and ``shoal join``, which run a node. Heavy imports happen inside
-them.
-"""
+"""The commands ``shoal up`` and ``shoal join``, which run a node. Heavy imports happen inside."""
 
 from __future__ import annotations
 
@@ -26,13 +24,13 @@ from shoal.node.cli.options import (
     set_option,
     verbose_option,
 )
-from shoal.node.cli.swarm import link_for
+from shoal.node.cli.swarms import link_for
 from shoal.node.console import ExitCode, dumps, log_to_stderr
 
 if TYPE_CHECKING:
     from shoal.node.config.settings import Settings
-    from shoal.node.parallel.launcher import Job
-    from shoal.node.parallel.ranks import NodeRanks
+    from shoal.node.parallel.job import Job
+    from shoal.node.parallel.node_ranks import NodeRanks
     from shoal.node.runtime.run_options import ShutdownSignals
     from shoal.swarm.access.link import Link
 
@@ -40,19 +38,20 @@ if TYPE_CHECKING:
 RUN_FLAGS = {RUN: ("train.steps", "outer.every", "swarm.invite_only", "swarm.public")}
 
 
+PLAIN_OPTIONS = (
+    verbose_option,
+    json_option,
+    # The hidden ones are for `shoal demo`, which starts its nodes by them.
+    click.option("--baseline", is_flag=True, hidden=True),
+    click.option("--keep-rounds", is_flag=True, hidden=True),
+    click.option("--with-parent", type=int, hidden=True),
+)
+"""Options of a node that are no settings."""
+
+
 def plain_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options of a node that are no settings; the hidden ones are for `shoal demo`, which
-    starts its nodes by them.
-    """
-    hidden = [
-        click.option(f"--{name}", is_flag=True, hidden=True) for name in ("baseline", "keep-rounds")
-    ]
-    for option in (
-        verbose_option,
-        json_option,
-        *hidden,
-        click.option("--with-parent", type=int, hidden=True),
-    ):
+    """Add `PLAIN_OPTIONS` to a command."""
+    for option in PLAIN_OPTIONS:
         function = option(function)
     return function
 
@@ -114,17 +113,21 @@ def join(link: str, yes: bool, steps: int | None, **flags: Any) -> int:
       shoal join 'shoal://...' --upload 8 --ram 12     use part of this machine only
       shoal join common-text --bootstrap /ip4/203.0.113.9/tcp/4001/p2p/12D3KooW...
     """
-    from shoal.node.parallel.launcher import LINK
+    from shoal.node.parallel.job import LINK
 
     found = os.environ.get(LINK) or link_for(link, flags["node.bootstrap"], yes)
     return _run_node(None, found, {**flags, "train.steps": steps})
 
 
 def _run_node(file: Path | None, link: str | None, flags: dict[str, Any]) -> int:
-    from shoal.node.parallel.launcher import job_of, ranks_wanted
+    """Run a node that creates a swarm or joins that of ``link``: as its only process, as one of its
+    ranks, or as the launcher of them.
+    """
+    from shoal.node.parallel.job import job_of, ranks_wanted
 
-    if (job := job_of()) is not None:
-        from shoal.node.parallel.launcher import run_rank
+    job = job_of()
+    if job is not None:
+        from shoal.node.parallel.rank_process import run_rank
 
         run_rank(job, lambda: _run_rank(job, file, link, flags))
     from shoal.node.config.settings import load
@@ -136,8 +139,10 @@ def _run_node(file: Path | None, link: str | None, flags: dict[str, Any]) -> int
         end_with_parent(flags["with_parent"])
     settings = load(file, overrides(flags), joins=link is not None)
     parsed = _parsed(link, settings)
-    if (world := ranks_wanted(settings)) > 1:
-        from shoal.node.parallel.launcher import LINK, MAX_RESTARTS, Launcher
+    world = ranks_wanted(settings)
+    if world > 1:
+        from shoal.node.parallel.job import LINK
+        from shoal.node.parallel.launcher import MAX_RESTARTS, Launcher
 
         os.environ[LINK] = link or ""
         launcher = Launcher(world, sys.argv[1:], MAX_RESTARTS)
@@ -149,24 +154,26 @@ def _run_node(file: Path | None, link: str | None, flags: dict[str, Any]) -> int
 def _run_rank(job: Job, file: Path | None, link: str | None, flags: dict[str, Any]) -> int:
     """Run one process of a node of several; all have been started with the same arguments."""
     from shoal.node.config.settings import load
-    from shoal.node.parallel import launcher
-    from shoal.node.parallel.ranks import NodeRanks
+    from shoal.node.parallel import rank_process
+    from shoal.node.parallel.node_ranks import NodeRanks
     from shoal.node.runtime.node_run import follow
     from shoal.node.runtime.run_options import ShutdownSignals, again, end_with_parent
 
-    if (parent := launcher.launcher()) is not None:
+    parent = rank_process.launcher_pid()
+    if parent is not None:
         end_with_parent(parent)
     shutdown = ShutdownSignals()
     if job.leads:
         shutdown.install()
-        launcher.begin_leading(job)
+        rank_process.begin_leading(job)
     else:
-        launcher.begin_following()
+        rank_process.begin_following()
     settings = load(file, overrides(flags), joins=link is not None)
     parsed = _parsed(link, settings)
     log_to_stderr(flags["verbose"])
     if not job.leads and not flags["verbose"]:
-        logging.getLogger("shoal").setLevel(logging.ERROR)  # rank 0 has the same to say
+        # Rank 0 has the same to say.
+        logging.getLogger("shoal").setLevel(logging.ERROR)
     ranks = NodeRanks.meet(settings, job)
     if not job.leads:
         return follow(ranks, settings)

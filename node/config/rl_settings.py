@@ -1,0 +1,116 @@
+"""The table ``[rl]``: reinforcement learning of this node."""
+
+from __future__ import annotations
+
+from pathlib import Path, PurePath
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field, model_validator
+
+from shoal.node.config.setting_types import SettingsTable, spec_here
+from shoal.node.home import expanded
+from shoal.optim.methods import one_of
+
+MAX_SPEC_CHARS = 4096
+
+
+def served_by(spec: str) -> tuple[str, str]:
+    """Return a policy, and the URL of its server, of ``POLICY@URL``; an empty text without one."""
+    policy, at, url = spec.partition("@http")
+    return policy, at[1:] + url
+
+
+def policy_here(spec: str) -> str:
+    """Return ``hf:PATH`` with the whole path, if there is that folder or file; else ``spec``, which
+    may be a name.
+    """
+    policy, url = served_by(spec)
+    kind, _, where = policy.partition(":")
+    path = Path(expanded(where))
+    if kind != "hf" or not where or not path.exists():
+        return spec
+    server = f"@{url}" if url else ""
+    return f"hf:{path.absolute()}{server}"
+
+
+def env_label(spec: str) -> str:
+    """Return the name of an environment in the manifest and in rollouts: without the folder, which
+    differs between machines.
+    """
+    where, colon, name = spec.rpartition(":")
+    return PurePath(where).name + colon + name
+
+
+def _loss(name: str) -> str:
+    # Loads torch.
+    from shoal.optim.rl import LOSSES
+
+    if name not in LOSSES:
+        raise ValueError(f"there is no loss {name[:64]!r}: choose {one_of(LOSSES)}")
+    return name
+
+
+class RLSettings(SettingsTable):
+    """Settings of this node with ``--task rl``."""
+
+    env: Annotated[str, AfterValidator(spec_here)] = Field(
+        default="strings",
+        min_length=1,
+        max_length=MAX_SPEC_CHARS,
+        description="Environment to learn in: strings (built in), sapo9 or a family of "
+        "reasoning-gym, module:Class, or path/file.py:Class; its options are those under "
+        "[task.options].",
+    )
+    policy: Annotated[str, AfterValidator(policy_here)] = Field(
+        default="tiny",
+        min_length=1,
+        max_length=MAX_SPEC_CHARS,
+        description="Policy that this node trains: tiny[:HABIT[:STEPS]] (built in; so many steps "
+        "of a warm start, 400), or hf:PATH_OR_NAME[@URL] (transformers; the URL of a server of the "
+        "model, vLLM or llama.cpp's, to draw completions).",
+    )
+    local: int = Field(
+        default=4, ge=0, le=1024, description="Own groups that this node learns from in a round."
+    )
+    external: int = Field(
+        default=4,
+        ge=0,
+        le=1024,
+        description="Other peers' groups that it learns from in a round, at most.",
+    )
+    group: int = Field(default=8, ge=2, le=64, description="Completions of each question.")
+    temperature: float = Field(
+        default=1.0, gt=0, le=100, description="Temperature at which completions are drawn."
+    )
+    max_tokens: int = Field(
+        default=0,
+        ge=0,
+        le=16_384,
+        description="Largest number of tokens of a completion; 0: what suits the policy.",
+    )
+    loss: Annotated[str, AfterValidator(_loss)] | None = Field(
+        default=None,
+        description="Loss, by its name in shoal.optim.rl.LOSSES; not given, what suits the policy.",
+    )
+    lr: float | None = Field(
+        default=None, gt=0, le=1, description="Learning rate; not given, what suits the policy."
+    )
+    held_out: int = Field(
+        default=500,
+        ge=1,
+        le=100_000,
+        description="Questions of an evaluation, which nobody trains on.",
+    )
+    only: Literal["share", "learn"] | None = Field(
+        default=None,
+        description="share: share rollouts, but do not learn; learn: learn, but share nothing. By "
+        "default both.",
+    )
+
+    @model_validator(mode="after")
+    def _does_something(self) -> RLSettings:
+        if self.local == 0 and (self.external == 0 or self.only == "share"):
+            raise ValueError(
+                "local must be at least 1 for a node that shares only, or has external = 0"
+            )
+        return self
