@@ -40,7 +40,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -55,7 +55,7 @@ from shoal.node.checkpoint.folder import steps as saved
 from shoal.node.demo.liveness import EventReader, Liveness
 from shoal.node.demo.nodes import LOOK_S, Nodes, Process, start_first
 from shoal.node.runtime.display import Display, make_display
-from shoal.node.runtime.resume import RESULT
+from shoal.node.runtime.result import RESULT
 from shoal.node.runtime.run_options import METRICS
 
 TASK = f"{Path(__file__).parent / '_real_task.py'}:"
@@ -141,7 +141,29 @@ def resumed(folder: Path) -> list[str]:
 def result(folder: Path) -> dict[str, Any]:
     """Return what a node has come to, over all its lives."""
     found: dict[str, Any] = json.loads((folder / RESULT).read_text(encoding="utf-8"))
-    return {**found, **history(EventReader(folder / METRICS).read())}
+    own = {
+        "loss_last": ended_loss(found),
+        "steps": found["progress"]["step"],
+        "params": found["setup"]["params"],
+    }
+    return {**own, **history(EventReader(folder / METRICS).read())}
+
+
+def ended_loss(result: Mapping[str, Any]) -> float | None:
+    """Return the held-out loss at the end of a run; None if it was stopped before."""
+    loss: float | None = None if result["interrupted"] else result["loss"]["held_out"]
+    return loss
+
+
+def _of_life(result: Mapping[str, Any]) -> dict[str, float]:
+    exchanges = result["exchanges"]
+    return {
+        "bytes_sent": result["link"]["bytes_sent"],
+        "wait_s": exchanges["wait_s"],
+        "wall_s": result["wall_s"],
+        "pairs_none": exchanges["without_partner"] + exchanges["left_out"],
+        "exchanges": exchanges["with_partner"],
+    }
 
 
 def history(events: Events) -> dict[str, Any]:
@@ -169,16 +191,20 @@ def history(events: Events) -> dict[str, Any]:
             "pairs_none": sum(event["partner"] is None for event in rounds),
             "exchanges": sum(event["partner"] is not None for event in rounds),
         }
-        if life[0]["loss_first"] is not None and not measured:
-            first = life[0]["loss_first"]
+        before = life[0]["loss"]["held_out_first"]
+        if before is not None and not measured:
+            first = before
             measured[0] = (0.0, first)
         for event in life:
-            loss = {"evaluation": "loss", "end": "loss_last"}.get(event["event"])
-            if loss is not None and event[loss] is not None:
-                step = event["step"] if event["event"] == "evaluation" else event["steps"]
-                measured[step] = (sums["wall_s"] + event["time"] - began, event[loss])
-            if event["event"] == "end":
-                own = {key: event[key] for key in own}
+            if event["event"] == "evaluation":
+                step, loss = event["step"], event["held_out"]
+            elif event["event"] == "end":
+                step, loss = event["progress"]["step"], ended_loss(event)
+                own = _of_life(event)
+            else:
+                continue
+            if loss is not None:
+                measured[step] = (sums["wall_s"] + event["time"] - began, loss)
         sums = {key: value + own[key] for key, value in sums.items()}
     curve = [[step, *point] for step, point in sorted(measured.items())]
     return {"lives": len(lives), "measured": curve, "loss_first": first, **sums}

@@ -265,7 +265,7 @@ def _trained_from_start(life: figures.Life) -> figures.Life:
 
 def loss_first(seen: RunObservations, hostile: set[int]) -> float | None:
     """Return the mean held-out loss of the honest nodes before their first step."""
-    firsts = [next((e["loss_first"] for e in events if e["event"] == "start"), None)
+    firsts = [next((e["loss"]["held_out_first"] for e in events if e["event"] == "start"), None)
               for peer, events in seen.events.items() if peer not in hostile]  # fmt: skip
     return _mean(loss for loss in firsts if loss is not None)
 

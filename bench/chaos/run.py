@@ -23,7 +23,7 @@ from shoal.node.data.task_options import local_flags
 from shoal.node.demo.run_nodes import settings_toml
 from shoal.node.runtime.display import Display
 from shoal.node.runtime.join import for_new_swarm
-from shoal.node.runtime.resume import write_json
+from shoal.node.runtime.result import write_json
 from shoal.node.runtime.run_options import METRICS
 from shoal.node.task import Shard
 from shoal.node.tasks.loader import load_task

@@ -215,9 +215,7 @@ def _train(
     )
     result = run.run()
     if as_json:
-        from dataclasses import asdict
-
-        click.echo(dumps(asdict(result)))
+        click.echo(dumps(result.model_dump(mode="json")))
     if result.not_saved is not None:
         from shoal.node.checkpoint.folder import CheckpointError
 

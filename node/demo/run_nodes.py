@@ -16,7 +16,7 @@ from shoal.node.demo.liveness import Liveness
 from shoal.node.demo.nodes import LOOK_S, Nodes, start_first
 from shoal.node.metrics.sinks import check_demo, flags_of_demo
 from shoal.node.runtime.display import Display, make_display
-from shoal.node.runtime.resume import RESULT
+from shoal.node.runtime.result import RESULT
 
 Given = Mapping[str, Any]
 """Settings by their dotted keys."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -124,7 +124,7 @@ def _all_began(nodes: Events) -> float:
 
 
 def _sent(exchange: Mapping[str, Any]) -> int:
-    return int(exchange["step"] - exchange["lag"])
+    return int(exchange["step"] - exchange["lag_steps"])
 
 
 def _done(events: Sequence[Mapping[str, Any]], every: int) -> int:
@@ -167,32 +167,36 @@ def report(
     those of the whole demo.
     """
 
-    def mean(key: str) -> float | None:
-        values = [result[key] for result in results]
-        return None if None in values else sum(map(float, values)) / len(values)
+    def mean(values: Iterable[float | None]) -> float | None:
+        known = [value for value in values if value is not None]
+        return sum(map(float, known)) / len(results) if len(known) == len(results) else None
 
+    exchanges = [result["exchanges"] for result in results]
+    links = [result["link"] for result in results]
+    losses = [result["loss"] for result in results]
+    setup = results[0]["setup"]
     return {
         "peers": len(results),
-        "method": results[0]["method"],
-        "rounds": max(result["rounds"] for result in results),
-        "fragments": results[0]["fragments"],
-        "steps": max(result["steps"] for result in results),
-        "loss_first": mean("loss_first"),
-        "loss_last": mean("loss_last"),
-        "loss_local": mean("loss_local"),
-        "ended": _ended_with([result.get("ended") for result in results]),
+        "method": setup["method"],
+        "rounds": max(one["rounds"] for one in exchanges),
+        "fragments": setup["fragments"],
+        "steps": max(result["progress"]["step"] for result in results),
+        "loss_first": mean(loss["held_out_first"] for loss in losses),
+        "loss_last": mean(loss["held_out"] for loss in losses),
+        "loss_local": mean(loss["held_out_alone"] for loss in losses),
+        "ended": _ended_with([result.get("last_average") for result in results]),
         # Both members of a committed pair count it.
-        "exchanges": sum(result["exchanges"] for result in results) // 2,
-        "pairs_none": sum(result["pairs_none"] for result in results),
-        "failed": sum(result["failed"] for result in results),
+        "exchanges": sum(one["with_partner"] for one in exchanges) // 2,
+        "pairs_none": sum(one["without_partner"] + one["left_out"] for one in exchanges),
+        "failed": sum(one["failed"] for one in exchanges),
         "internal_errors": internal_errors(results),
         "trained_alone": [result["trained_alone"] for result in results if result["trained_alone"]],
-        "bytes_sent": sum(result["bytes_sent"] for result in results),
-        "bytes_received": sum(result["bytes_received"] for result in results),
-        "wait_s": mean("wait_s"),
-        "wall_s": mean("wall_s"),
+        "bytes_sent": sum(link["bytes_sent"] for link in links),
+        "bytes_received": sum(link["bytes_received"] for link in links),
+        "wait_s": mean(one["wait_s"] for one in exchanges),
+        "wall_s": mean(result["wall_s"] for result in results),
         "spread": distances,
-        "params": results[0]["params"],
+        "params": setup["params"],
         "start_s": start_s,
         "seconds": seconds,
     }

@@ -38,7 +38,7 @@ from shoal.node.checkpoint.writer import CheckpointWriter
 from shoal.node.config.node_settings import NodeSettings
 from shoal.node.home import expanded
 from shoal.node.inner_tensors import holds_inner, initialise, load_whole_model, put_together
-from shoal.node.metrics.log import Metrics, RoundRecord, progress_fields
+from shoal.node.metrics.log import Metrics, RoundRecord
 from shoal.node.metrics.sinks import about, open_sinks
 from shoal.node.training.model_form import check_can_resume, forms
 from shoal.optim import OuterOptimizer, RoundInfo
@@ -47,6 +47,8 @@ from shoal.swarm.errors import ShoalError
 from shoal.swarm.training.record_keeper import RoundReport
 from shoal.swarm.training.session import Session
 from shoal.swarm.training.step_watch import goes_by_steps
+from shoal.swarm.wire.envelope import real
+from shoal.swarm.wire.record import NodeRecord, Round
 
 # What the callbacks of trainers share: one outer optimizer from the begin of training to its end,
 # and the weights to evaluate.
@@ -312,7 +314,7 @@ class Run:
                 "start",
                 peer=session.membership.identity.peer_id,
                 name=self._node.name,
-                steps=self.step,
+                **self._record(session).model_dump(mode="json"),
             )
             session.on_report = self._after_round
             failure: str | None = None
@@ -322,12 +324,9 @@ class Run:
                 failure = self._saver.last(self.step)
             finally:
                 session.on_report = None
-                traffic = session.membership.host.traffic
                 metrics.write(
                     "end",
-                    steps=self.step,
-                    bytes_sent=traffic.sent,
-                    bytes_received=traffic.received,
+                    **self._record(session).model_dump(mode="json"),
                     internal_errors=session.membership.host.internal_errors.report(),
                     trained_alone=session.trained_alone(),
                 )
@@ -349,15 +348,22 @@ class Run:
         now = time.monotonic()
         if now - self._shown >= PROGRESS_S:
             self._shown = now
-            metrics.live(
-                "progress",
-                **progress_fields(session.membership, opt, self.step, loss, session.rates),
-            )
+            metrics.progress(self._record(session))
         self._saver.due |= self._every > 0 and self.step % self._every == 0
         self._saver.turn(self.step)
 
     def evaluated(self, loss: float) -> None:
-        self._begun()[2].write("evaluation", step=self.step, loss=loss)
+        """Say what the held-out loss is after this step, nats."""
+        session, _, metrics = self._begun()
+        session.evaluated(loss)
+        metrics.write("evaluation", step=self.step, held_out=loss)
+        metrics.progress(self._record(session))
+
+    def _record(self, session: Session) -> NodeRecord:
+        """Return the session's record, whose steps are those of this folder."""
+        record = session.record()
+        progress = record.progress.model_copy(update={"step": self.step})
+        return record.model_copy(update={"progress": progress})
 
     def _begun(self) -> tuple[Session, OuterOptimizer, Metrics]:
         if self._recording is None:
@@ -366,18 +372,16 @@ class Run:
             )
         return self._recording
 
-    def _after_round(self, info: RoundInfo, report: RoundReport) -> None:
+    def _after_round(self, info: RoundInfo, report: RoundReport, done: Round) -> None:
         session, opt, metrics = self._begun()
-        partner = next(
-            (peer for peer in info.members if peer != session.membership.identity.peer_id), None
-        )
-        if (own := session.membership.host.internal_errors.counts()) != self._own_errors:
+        me = session.membership.identity.peer_id
+        partner = next((peer for peer in info.members if peer != me), None)
+        own = session.membership.host.internal_errors.counts()
+        if own != self._own_errors:
             self._own_errors = own
-            metrics.write("internal", **own)
-        losses, self._losses = self._losses, []
-        loss = sum(losses) / len(losses) if losses else None
-        metrics.round(
-            RoundRecord.of(
-                info, report, opt, session.rates, partner=partner, loss=loss, before=self._base
-            )
-        )
+            metrics.write("internal_errors", **own)
+        loss = real(sum(self._losses) / len(self._losses)) if self._losses else None
+        self._losses = []
+        done = done.model_copy(update={"step": self._base + done.step, "loss": loss})
+        progress = self._record(session).progress
+        metrics.round(RoundRecord.of(done, info, report, progress, opt.fragments, partner=partner))

@@ -13,19 +13,18 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from shoal.node.console import dumps, finite
 from shoal.swarm.errors import Repeats, ShoalError
+from shoal.swarm.wire.record import NodeRecord, Progress, Round
 
 if TYPE_CHECKING:
-    from shoal.optim import OuterOptimizer, RoundInfo
-    from shoal.swarm.membership.membership import Membership
+    from shoal.optim import RoundInfo
     from shoal.swarm.training.record_keeper import RoundReport
-    from shoal.swarm.training.step_rate import Rates
 
 Fields = Mapping[str, Any]
 Value = None | bool | int | float | str | Sequence["Value"] | Mapping[str, "Value"]
@@ -131,104 +130,55 @@ def number(value: object) -> float | None:
     return float(value)
 
 
-@dataclass(frozen=True, kw_only=True)
-class RoundRecord:
-    """Summary of one exchange of this node, in a round of as many as there are fragments.
+class RoundRecord(Round):
+    """One exchange of this node, in a round of as many as there are fragments."""
 
-    Bytes and waits are those of it alone.
-    """
-
-    round: int
-    """Number of the exchange in the swarm."""
     fragment: int = 0
     """Part of the model that was exchanged; ``fragments``: all of it, in the last average."""
     fragments: int = 1
-    step: int
-    """Inner steps done when the mean was applied."""
-    members: int
-    """Nodes in the mean; 1 when nobody answered."""
-    partner: str | None
+    partner: str | None = None
     """Name or peer id of the partner; None when nobody answered."""
     why: str = ""
     """Why there was no partner, for people."""
     error: str = ""
     """First line of the error of this node's own code that ended the exchange; "" if none did."""
-    bytes_sent: int
-    bytes_received: int
-    lag: int
+    lag_steps: int = 0
     """Inner steps between sending and applying."""
     late: bool = False
     """True if the mean came after the lag that its exchange was begun with."""
-    wait_s: float
-    """Seconds for which training waited for the network."""
-    loss: float | None
-    """Mean training loss of the inner steps since the last exchange, nats."""
-    weights: str | None
+    weights: str | None = None
     """Digest of the fragment's slow weights, where all nodes of a group should hold the same."""
-    suspicious: int = 0
+    contributions_refused: int = 0
     """Contributions that were refused since the last round because they were too far away."""
-    tokens: int = 0
-    """Tokens trained on so far, with those before a resume."""
-    tokens_per_s: float = 0.0
-    """Of late, without waiting for others."""
-    mfu: float | None = None
-    """Recent model FLOPs utilisation, of 1; None where the device's peak is not known."""
+    progress: Progress = Progress()
+    """That of the node when the exchange had ended."""
 
     @classmethod
     def of(
         cls,
+        done: Round,
         info: RoundInfo,
         report: RoundReport,
-        opt: OuterOptimizer,
-        rates: Rates,
+        progress: Progress,
+        fragments: int,
         *,
         partner: str | None,
-        loss: float | None,
         weights: str | None = None,
-        before: int = 0,
     ) -> RoundRecord:
-        """Return the record of the exchange of ``info``.
-
-        ``before``: inner steps that ``opt`` does not count, of earlier runs.
-        """
+        """Return the record of the exchange of ``info``, of which ``done`` is what others see."""
         return cls(
-            round=info.key.round,
+            **dict(done),
             fragment=info.key.fragment,
-            fragments=opt.fragments,
-            step=before + info.step,
-            members=max(len(info.members), 1),
+            fragments=fragments,
             partner=partner,
             why=report.why,
             error=report.error,
-            bytes_sent=report.sent,
-            bytes_received=report.received,
-            lag=info.lag,
+            lag_steps=info.lag,
             late=info.late,
-            wait_s=report.wait_s,
-            loss=loss,
             weights=weights,
-            suspicious=len(report.rejected),
-            tokens=opt.tokens,
-            tokens_per_s=rates.tokens_per_s,
-            mfu=rates.mfu,
+            contributions_refused=len(report.rejected),
+            progress=progress,
         )
-
-
-def progress_fields(
-    membership: Membership, opt: OuterOptimizer, step: int, loss: float | None, rates: Rates
-) -> dict[str, Any]:
-    host = membership.host
-    return {
-        "step": step,
-        "loss": loss,
-        "tokens": opt.tokens,
-        **asdict(rates),
-        "members": len(membership.directory.members()),
-        "bytes_sent": host.traffic.sent,
-        "bytes_received": host.traffic.received,
-        "restarts": host.restarts,
-        "lag": opt.lag,
-    }
 
 
 class Metrics:
@@ -257,9 +207,8 @@ class Metrics:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file: FileIO = path.open("ab", buffering=0)
-            self._in_mid_line = _ends_in_mid_line(
-                path
-            )  # left by a process that was killed; do not spoil the next line too
+            # Left by a process that was killed; do not spoil the next line too.
+            self._in_mid_line = _ends_in_mid_line(path)
         except OSError as error:
             raise self._error(error) from error
 
@@ -306,13 +255,18 @@ class Metrics:
             data = data[done:]
 
     def live(self, event: str, **fields: Value) -> None:
+        """Give an event to the sinks alone."""
         if self._sinks is not None:
             self._sinks.event(
                 event, time.time(), {name: finite(value) for name, value in fields.items()}
             )
 
     def round(self, info: RoundRecord) -> None:
-        self.write("round", **asdict(info))
+        self.write("round", **info.model_dump(mode="json"))
+
+    def progress(self, record: NodeRecord) -> None:
+        """Give the sinks the record of this node; the file gets none."""
+        self.live("progress", **record.model_dump(mode="json"))
 
     def close(self) -> None:
         """Close the file, and remove it if it has no line; a second call does nothing."""
@@ -321,9 +275,8 @@ class Metrics:
         self._file.close()
         with suppress(OSError):
             about = self._path.lstat()
-            if (
-                stat.S_ISREG(about.st_mode) and about.st_size == 0
-            ):  # a device has no size either, and root may remove it
+            # A device has no size either, and root may remove it.
+            if stat.S_ISREG(about.st_mode) and about.st_size == 0:
                 self._path.unlink()
 
 

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import re
 import socket
 import socketserver
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from http.server import ThreadingHTTPServer
 from typing import Any, Literal, NamedTuple
 
@@ -29,223 +30,154 @@ CONSTANT = ("swarm", "node", "method")
 """Labels that every measure has; the same throughout a run."""
 WAITS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 """Bounds of the histogram of waiting, seconds."""
-MOST_CALLERS, MOST_OF_RANGE = (
-    32,
-    8,
-)  # connections at a time, of all and of one address range; further ones are closed
-CALL_S = 10.0  # seconds for which a caller may stay, whatever it sends or reads meanwhile
-POLL_S = 0.05  # seconds between two checks for the end
+# Connections at a time, of all and of one address range; further ones are closed.
+MOST_CALLERS = 32
+MOST_OF_RANGE = 8
+# Seconds for which a caller may stay, whatever it sends or reads meanwhile.
+CALL_S = 10.0
+# Seconds between two checks for the end.
+POLL_S = 0.05
 
 
 class Measure(NamedTuple):
-    """Measure with one name in Prometheus."""
+    """Measure of a number of the record (`shoal.swarm.wire.record`), or of a field of an event."""
 
-    name: str
     kind: Literal["counter", "gauge", "histogram"]
-    text: str
-    takes: str = ""
-    """Fields of events that it is set to, as ``event.field``.
-
-    With a label, the label's value is the field's name; ``*``: each.
+    source: str
+    """``group.field`` of the record, or ``event.field``; ``*``: each field of the event, whose name
+    is then the label's value.
     """
-    adds: bool = False
-    """Of a counter: the value is added, and not the total."""
+    text: str
     labels: tuple[str, ...] = ()
     """Labels besides those of all measures."""
 
+    @property
+    def name(self) -> str:
+        """The source with Prometheus's words for units: ``round.wait_s`` is
+        ``shoal_round_wait_seconds``.
+        """
+        name = "shoal_" + self.source.removesuffix(".*").replace(".", "_")
+        name = re.sub("_per_s$", "_per_second", name)
+        name = re.sub("_s$", "_seconds", name)
+        return f"{name}_total" if self.kind == "counter" else name
+
 
 INFO = Measure(
-    "shoal_info",
     "gauge",
+    "info",
     "Always 1; says who this is.",
     labels=("peer", "swarm_id", "task", "device", "version"),
 )
-ROUNDS = Measure(
-    "shoal_rounds_total",
-    "counter",
-    "Exchanges that ended: in a round one for each fragment.",
-    adds=True,
-)
-ALONE = Measure(
-    "shoal_rounds_alone_total", "counter", "Exchanges of those in which nobody answered.", adds=True
-)
-LATE = Measure(
-    "shoal_rounds_late_total",
-    "counter",
-    "Exchanges of those whose mean came after its lag.",
-    adds=True,
-)
 MEASURES = (
     INFO,
+    Measure("counter", "progress.step", "Inner steps done, with those before a resume."),
+    Measure("counter", "progress.tokens", "Tokens trained on, with those before a resume."),
     Measure(
-        "shoal_inner_steps_total",
-        "counter",
-        "Inner steps done, with those before a resume.",
-        "progress.step round.step end.steps",
-    ),
-    Measure(
-        "shoal_inner_steps_per_second",
         "gauge",
-        "Recently, without what was spent waiting for others.",
         "progress.steps_per_s",
+        "Inner steps recently, without what was spent waiting for others.",
     ),
     Measure(
-        "shoal_tokens_total",
-        "counter",
-        "Tokens trained on, with those before a resume.",
-        "progress.tokens round.tokens",
-    ),
-    Measure(
-        "shoal_tokens_per_second",
         "gauge",
-        "Recently, without what was spent waiting for others.",
-        "progress.tokens_per_s end.tokens_per_s",
+        "progress.tokens_per_s",
+        "Tokens recently, without what was spent waiting for others.",
     ),
     Measure(
-        "shoal_model_flops_utilisation",
         "gauge",
+        "progress.mfu",
         "Recently, without waiting: the share, of 1, of the GPU's published peak; nowhere if that "
         "is not known.",
-        "progress.mfu end.mfu",
     ),
+    Measure("gauge", "progress.members", "Members of the swarm in view, with this node."),
+    Measure("gauge", "progress.round", "Number of the swarm's exchange that comes next."),
     Measure(
-        "shoal_loss",
         "gauge",
+        "loss.training",
         "Training loss of the last half second or step, nats; rl: of the policy.",
-        "progress.loss",
     ),
+    Measure("gauge", "loss.held_out", "Held-out loss, nats; rl: one less the mean reward."),
     Measure(
-        "shoal_evaluation_loss",
-        "gauge",
-        "Held-out loss; rl: one less the mean reward.",
-        "start.loss_first evaluation.loss end.loss_last",
+        "counter", "exchanges.ended", "Exchanges that ended: in a round one for each fragment."
     ),
+    Measure("counter", "exchanges.with_partner", "Those in which a partner's contribution is."),
+    Measure("counter", "exchanges.without_partner", "Those in which nobody answered."),
+    Measure("counter", "exchanges.left_out", "Those without one because of an odd number."),
+    Measure("counter", "exchanges.failed", "Those that an error of the node's own code ended."),
+    Measure("counter", "exchanges.late", "Those whose mean came after its lag."),
     Measure(
-        "shoal_members",
         "gauge",
-        "Members of the swarm in view, with this node.",
-        "progress.members",
-    ),
-    Measure("shoal_round", "gauge", "Number of the exchange that ended last.", "round.round"),
-    ROUNDS,
-    ALONE,
-    LATE,
-    Measure(
-        "shoal_lag_steps",
-        "gauge",
+        "exchanges.lag_steps",
         "Inner steps that training goes on during an exchange; 0: it waits.",
-        "progress.lag",
     ),
+    Measure("gauge", "round.members", "Nodes in the last exchange's mean; 1 when nobody answered."),
     Measure(
-        "shoal_round_members",
-        "gauge",
-        "Nodes in the last exchange's mean; 1 when nobody answered.",
-        "round.members",
-    ),
-    Measure(
-        "shoal_round_wait_seconds",
         "histogram",
-        "For how long training stood still for the network in an exchange.",
         "round.wait_s",
+        "For how long training stood still for the network in an exchange.",
     ),
+    Measure("counter", "link.bytes_sent", "Bytes sent to peers since the node started."),
+    Measure("counter", "link.bytes_received", "Bytes received from peers since the node started."),
     Measure(
-        "shoal_bytes_sent_total",
         "counter",
-        "Bytes sent to peers since the node started.",
-        "progress.bytes_sent end.bytes_sent",
-    ),
-    Measure(
-        "shoal_bytes_received_total",
-        "counter",
-        "Bytes received from peers since the node started.",
-        "progress.bytes_received end.bytes_received",
-    ),
-    Measure(
-        "shoal_suspicious_total",
-        "counter",
+        "faults.contributions_refused",
         "Contributions refused because they lay too far away.",
-        "round.suspicious",
-        adds=True,
     ),
     Measure(
-        "shoal_refused_total",
+        "counter", "faults.daemon_restarts", "How often the network daemon had to be started again."
+    ),
+    Measure(
+        "gauge",
+        "faults.missing",
+        "Members that are thought to be behind a partition of the network.",
+    ),
+    Measure(
         "counter",
-        "Streams, calls and gossiped records of others that were refused, by reason.",
         "refused.*",
+        "Streams, calls and gossiped records of others that were refused, by reason.",
         labels=("reason",),
     ),
     Measure(
-        "shoal_internal_errors_total",
         "counter",
+        "internal_errors.*",
         "Errors of the node's own code that it survived, by place.",
-        "internal.*",
         labels=("place",),
     ),
     Measure(
-        "shoal_missing_members",
+        "gauge", "rollouts.reward", "rl: mean reward of the own completions in the last update."
+    ),
+    Measure(
+        "counter", "rollouts.groups_own", "rl: own groups of completions that were learnt from."
+    ),
+    Measure("counter", "rollouts.groups_foreign", "rl: those of others that were learnt from."),
+    Measure(
         "gauge",
-        "Members that are thought to be behind a partition of the network.",
-        "partition.missing",
-    ),
-    Measure(
-        "shoal_daemon_restarts_total",
-        "counter",
-        "How often the network daemon had to be started again.",
-        "progress.restarts end.restarts",
-    ),
-    Measure(
-        "shoal_reward", "gauge", "rl: mean reward of the last round's own completions.", "rl.reward"
-    ),
-    Measure(
-        "shoal_effective_sample_size",
-        "gauge",
-        "rl: of the last round, a completion; 1 is as good as own ones.",
         "rl.worth",
+        "rl: effective sample size of the last update, a completion; 1 is as good as own ones.",
     ),
-    Measure(
-        "shoal_rollout_groups_total",
-        "counter",
-        "rl: groups of completions learnt from, by who wrote them: own or foreign.",
-        "rl.own rl.foreign",
-        adds=True,
-        labels=("source",),
-    ),
-    Measure(
-        "shoal_claims_total", "counter", "verify: claims that this node made.", "checks.claims"
-    ),
-    Measure(
-        "shoal_checks_total",
-        "counter",
-        "verify: claims of others that this node checked.",
-        "checks.checked",
-    ),
-    Measure(
-        "shoal_invalid_claims_total",
-        "counter",
-        "verify: those of them that it found invalid.",
-        "checks.invalid",
-    ),
-    Measure(
-        "shoal_check_seconds_total", "counter", "verify: what checking took.", "verify.check_s"
-    ),
-    Measure("shoal_banned_peers", "gauge", "verify: peers that are banned now.", "verify.banned"),
+    Measure("counter", "checks.claims", "verify: claims that this node made."),
+    Measure("counter", "checks.checked", "verify: claims of others that this node checked."),
+    Measure("counter", "checks.invalid", "verify: those of them that it found invalid."),
+    Measure("gauge", "checks.banned", "verify: peers that are banned now."),
+    Measure("counter", "verify.check_s", "verify: what checking took."),
 )
 
 
 def readings(event: str, fields: Fields) -> Iterator[tuple[Measure, float, tuple[str, ...]]]:
-    """Yield measures, their values and labels from an event.
+    """Yield measures, their values and labels from an event: of its own fields, and of the groups
+    of the record that it carries.
 
     A field that is missing, null or no number gives none.
     """
+    groups = {event: fields}
+    for name, value in fields.items():
+        if isinstance(value, Mapping):
+            groups[name] = value
     for measure in MEASURES:
-        for where, _, name in (place.partition(".") for place in measure.takes.split()):
-            for key in () if where != event else fields if name == "*" else (name,):
-                if (value := number(fields.get(key))) is not None:
-                    yield measure, value, (key,) if measure.labels else ()
-    if event == "round":
-        yield ROUNDS, 1.0, ()
-        yield ALONE, float(fields.get("partner") is None), ()
-        yield LATE, float(fields.get("late") is True), ()
+        group, _, field = measure.source.partition(".")
+        for key in groups.get(group, ()) if field == "*" else (field,):
+            value = number(groups.get(group, {}).get(key))
+            if value is not None:
+                yield measure, value, (key,) if measure.labels else ()
 
 
 class Board:
@@ -290,9 +222,8 @@ class Board:
                 metric.observe(value)
             else:
                 before = self._totals.get((measure.name, labels), 0.0)
-                self._totals[measure.name, labels] = now = (
-                    before + value if measure.adds else max(before, value)
-                )
+                now = max(before, value)
+                self._totals[measure.name, labels] = now
                 metric.inc(now - before)
 
 
@@ -326,9 +257,8 @@ class _Server(ThreadingHTTPServer):
         super().__init__(place, handler)
 
     def server_bind(self) -> None:
-        socketserver.TCPServer.server_bind(
-            self
-        )  # HTTPServer's looks up this machine's name on the network
+        # HTTPServer's looks up this machine's name on the network.
+        socketserver.TCPServer.server_bind(self)
         self.server_port = int(self.server_address[1])
 
     def process_request(self, request: Any, client_address: Any) -> None:

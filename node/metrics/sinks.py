@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -21,14 +21,9 @@ SUMMARIES = ("start", "end")
 """Events about the whole run, of which only the held-out loss makes a curve."""
 PROGRESS_S = 10.0
 """Least seconds between two points of progress: at two a second, a month would fill a disk."""
-STEPS = {"rl": "round", "start": "steps", "end": "steps"}
-"""Event -> its field with the inner step, if that is not ``step``; one round of rl is one inner
-step.
-"""
-INIT_S, FINISH_S = (
-    60.0,
-    25.0,
-)  # seconds for W&B to reach its server at the start, and to upload the rest at the end
+# Seconds for W&B to reach its server at the start, and to upload the rest at the end.
+INIT_S = 60.0
+FINISH_S = 25.0
 
 
 class Curves:
@@ -40,25 +35,38 @@ class Curves:
 
     def points(self, event: str, time: float, fields: Fields) -> tuple[int, dict[str, float]]:
         """Return the inner step of the points, and their values by name: ``event/field`` for every
-        number and list.
+        number and list, and of progress ``group/field``.
 
         A list counts by its length. An event without a step takes that of the one before.
         """
-        step = number(fields.get(STEPS.get(event, "step")))
-        self._step = self._step if step is None else int(step)
+        self._follow(event, fields)
         if event == "progress":
             if time - self._progress < PROGRESS_S:
                 return self._step, {}
             self._progress = time
-        if event in SUMMARIES:
-            loss = number(fields.get("loss_first" if event == "start" else "loss_last"))
-            return self._step, {} if loss is None else {"evaluation/loss": loss}
-        found = {
-            name: number(value) for name, value in fields.items() if name not in ("step", "round")
-        }
-        return self._step, {
-            f"{event}/{name}": value for name, value in found.items() if value is not None
-        }
+            groups = {name: part for name, part in fields.items() if isinstance(part, Mapping)}
+        elif event in SUMMARIES:
+            # A run that was stopped did not evaluate its end.
+            loss = {} if fields.get("interrupted", True) else _group(fields, "loss")
+            groups = {"evaluation": {"held_out": loss.get("held_out")}}
+        else:
+            groups = {event: fields}
+        found = {}
+        for group, inside in groups.items():
+            for name, value in inside.items():
+                point = number(value)
+                if point is not None and name not in ("step", "round"):
+                    found[f"{group}/{name}"] = point
+        return self._step, found
+
+    def _follow(self, event: str, fields: Fields) -> None:
+        """Note the inner step of an event; one round of rl is one inner step."""
+        if event == "rl":
+            step = number(fields.get("round"))
+        else:
+            step = number(fields.get("step", _group(fields, "progress").get("step")))
+        if step is not None:
+            self._step = int(step)
 
 
 class TensorBoardFile:
@@ -171,9 +179,8 @@ class WandbRun:
                 "WANDB_MODE=offline."
             ) from error
         where_to = f"wandb sync {self._run.sync_dir}" if self._run.offline else self._run.url
-        return (
-            f"curves for Weights & Biases: {where_to}" if where_to else ""
-        )  # nowhere with WANDB_MODE=disabled
+        # Nowhere with WANDB_MODE=disabled.
+        return f"curves for Weights & Biases: {where_to}" if where_to else ""
 
     def event(self, name: str, time: float, fields: Fields) -> None:
         """Log the points of an event, and at the end the result of the run."""
@@ -181,18 +188,30 @@ class WandbRun:
         if points:
             self._run.log({"step": step, **points})
         if name == "end":
-            self._run.summary.update(
-                {
-                    f"end/{key}": value
-                    for key, value in fields.items()
-                    if not isinstance(value, dict)
-                }
-            )
+            self._run.summary.update(_flat(fields))
 
     def close(self) -> None:
         run, self._run = self._run, None
         if run is not None:
             run.finish()
+
+
+def _group(fields: Fields, name: str) -> Fields:
+    found = fields.get(name)
+    return found if isinstance(found, Mapping) else {}
+
+
+def _flat(fields: Fields) -> dict[str, Any]:
+    """Return the fields of the end by ``end/field``, and those of its groups by
+    ``end/group/field``.
+    """
+    found: dict[str, Any] = {}
+    for name, value in fields.items():
+        inside = value if isinstance(value, dict) else {"": value}
+        for field, part in inside.items():
+            if not isinstance(part, dict):
+                found[f"end/{name}/{field}".rstrip("/")] = part
+    return found
 
 
 def open_sinks(node: NodeSettings, say: Callable[[str], None]) -> Sinks:
@@ -210,9 +229,8 @@ def open_sinks(node: NodeSettings, say: Callable[[str], None]) -> Sinks:
     if node.metrics is not None:
         from shoal.node.metrics.prometheus import Endpoint
 
-        sinks.append(
-            Endpoint(parse_address(node.metrics))
-        )  # last, for it alone holds a resource by now
+        # Last, for it alone holds a resource by now.
+        sinks.append(Endpoint(parse_address(node.metrics)))
     return Sinks(sinks, say)
 
 

@@ -45,7 +45,7 @@ def lag_words(lag: int, auto: bool = False, *, late: bool = False) -> str:
 
 
 def describe(info: RoundRecord) -> str:
-    lag = f", lag {lag_words(info.lag, late=info.late)}" if info.lag else ""
+    lag = f", lag {lag_words(info.lag_steps, late=info.late)}" if info.lag_steps else ""
     if info.error:
         where = "its traceback is in node.log"
         failed = f"{OWN_ERROR}, ended the exchange ({printable(info.error)}); {where}"

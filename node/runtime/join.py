@@ -22,7 +22,7 @@ from shoal.node.config.rl_settings import env_label
 from shoal.node.config.settings import ConfigError, Settings
 from shoal.node.data.task_options import TEXT, options_for_manifest
 from shoal.node.runtime.door import RL, task_label
-from shoal.node.runtime.resume import write_json
+from shoal.node.runtime.result import write_json
 from shoal.node.task import Shard, Task, iterator_of, to_device
 from shoal.node.tasks.text import TextTask
 from shoal.node.training import resources

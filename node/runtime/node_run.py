@@ -24,7 +24,7 @@ from shoal.swarm.membership.membership import join
 if TYPE_CHECKING:
     from shoal.node.config.settings import Settings
     from shoal.node.parallel.node_ranks import NodeRanks
-    from shoal.node.runtime.resume import Result
+    from shoal.node.runtime.result import Result
 
 
 class NodeRun(RunOptions):

@@ -1,5 +1,4 @@
-"""The start of a run, from nothing, its own checkpoint or one of another swarm; and its result, as
-an object and as a file.
+"""The start of a run, from nothing, its own checkpoint or one of another swarm.
 
 In its own swarm a run continues bit by bit (``Trainer.resume``). In another one (--resume-from),
 which may have another method, codec or number of peers, it begins anew with the weights.
@@ -7,9 +6,8 @@ which may have another method, codec or number of peers, it begins anew with the
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +17,7 @@ from safetensors.torch import save_file
 from shoal.node.checkpoint import store as checkpoint
 from shoal.node.checkpoint.folder import CheckpointError, steps
 from shoal.node.config.node_settings import NodeSettings
-from shoal.node.console import dumps
 from shoal.node.inner_tensors import load_whole_model
-from shoal.node.runtime.display import lag_words, per_second
-from shoal.node.runtime.run_options import LOG
 from shoal.node.task import Shard
 from shoal.node.training.trainer import Trainer
 from shoal.node.training.training_error import TrainingError
@@ -30,169 +25,9 @@ from shoal.optim import OuterOptimizer
 from shoal.swarm.changes import open_change, settings_at
 from shoal.swarm.errors import MessageError
 from shoal.swarm.exchange.contribution import float32_digest
-from shoal.swarm.figures import duration
-from shoal.swarm.file_lock import replace_file
 from shoal.swarm.manifest import PROTOCOL, Manifest, open_manifest
 from shoal.swarm.settings.outer import OuterSettings
 from shoal.swarm.state.snapshot import State
-
-RESULT = "result.json"
-
-
-@dataclass
-class Result:
-    """The result of a node's run; written to ``result.json`` in its folder and printed by
-    --json.
-    """
-
-    name: str
-    peer: str
-    swarm: str
-    method: str
-    device: str
-    shard: str
-    params: int
-    steps: int = 0
-    rounds: int = 0
-    """Rounds in which each part of the model was exchanged, and the last average."""
-    fragments: int = 1
-    """Parts of the model that are exchanged one after another, each once a round."""
-    loss_first: float | None = None
-    """Held-out loss before the first step; None at a newcomer to a swarm under way, which does not
-    wait for an evaluation.
-    """
-    loss_last: float | None = None
-    loss_local: float | None = None
-    """Held-out loss of the same steps, shard and method without partners, where it was asked for.
-    """
-    tried: int = 0
-    """Exchanges that ended: one for each fragment in a round."""
-    exchanges: int = 0
-    """Exchanges in which a partner's contribution was committed."""
-    pairs_none: int = 0
-    """Exchanges without a partner."""
-    failed: int = 0
-    """Exchanges that an error of this node's own code ended."""
-    internal_errors: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Errors of this node's own code that it survived, by place: ``count``, the newest's ``first``
-    line and ``newest_at`` (Unix seconds). Their tracebacks are in node.log."""
-    trained_alone: str = ""
-    """The reason in a sentence, if nothing was ever exchanged though others were there."""
-    suspicious: int = 0
-    """Contributions that this node refused for their distance
-    (``shoal.swarm.exchange.robust.DistanceScreen``).
-    """
-    bytes_sent: int = 0
-    bytes_received: int = 0
-    wait_s: float = 0.0
-    wall_s: float = 0.0
-    lag: int = 0
-    """Inner steps for which the last exchange was to go on beside training; 0: training waited for
-    each.
-    """
-    lag_auto: bool = False
-    """True if this node chose its lag itself."""
-    late: int = 0
-    """Exchanges that came after their lag."""
-    tokens: int = 0
-    """Tokens of this run, from its own first step on."""
-    tokens_per_s: float = 0.0
-    """In inner steps: without waiting for others, evaluating and saving."""
-    tokens_per_s_with_waiting: float = 0.0
-    """In all of ``wall_s``."""
-    mfu: float | None = None
-    """Model FLOPs utilisation in inner steps, of 1; None where the device's peak is not known."""
-    restarts: int = 0
-    """Restarts of the network daemon."""
-    refused: dict[str, int] = field(default_factory=dict)
-    """Refused streams, calls and gossiped records of others, by reason (``Membership.refused``)."""
-    task: dict[str, int | float] = field(default_factory=dict)
-    """The task's own results (``Task.extra_results``).
-
-    Text: ``bits_per_byte``, ``loss_last`` in bits for each byte, which can be
-    compared where tokenizers differ; a stream also ``skipped``, the number of records that could
-    not be used."""
-    ended: dict[str, Any] | None = None
-    """What the last average came to (`shoal.swarm.training.last_average.EndReport`), where the
-    swarm ends with one.
-    """
-    interrupted: bool = False
-    not_saved: str | None = None
-    """The reason if the end of the run could not be saved."""
-    rl: dict[str, Any] | None = None
-    """The report of ``RolloutSharing``, where the task is reinforcement learning."""
-    verify: dict[str, Any] | None = None
-    """The report of ``shoal.node.verify.service.Verification``, where nodes verify each other."""
-
-
-def summary(result: Result, folder: Path, training_loss: float | None) -> list[str]:
-    """Return sentences about the end of a run for people: what came of it, where it is, and how to
-    go on.
-    """
-
-    def shown(loss: float | None) -> str:
-        return f"{loss:.4f}" if loss is not None and math.isfinite(loss) else "unknown"
-
-    done = (
-        f"{result.steps} steps and {result.rounds} rounds, {result.exchanges} of {result.tried} "
-        "exchanges with others"
-    )
-    if result.interrupted:
-        end = f"stopped after {done}: training loss {shown(training_loss)}"
-    else:
-        first = "" if result.loss_first is None else f", {shown(result.loss_first)} at first"
-        end = f"finished after {done}: held-out loss {shown(result.loss_last)}{first}"
-    resume = (
-        "the same command with --resume"
-        + ("" if result.interrupted else " and more --steps")
-        + " goes on from there"
-    )
-    files = f"checkpoints, metrics.jsonl and {RESULT} are in {str(folder)!r}"
-    if result.not_saved is not None:
-        older = next(iter(steps(folder)), None)
-        left = (
-            "no checkpoint is there"
-            if older is None
-            else f"--resume goes on from step {older}, the newest that is saved"
-        )
-        files = f"metrics.jsonl and {RESULT} are in {str(folder)!r}, but not the end of this run"
-        resume = left
-    speed = [
-        f"{per_second(result.tokens_per_s, result.mfu)} in inner steps, "
-        f"{result.tokens_per_s_with_waiting:,.0f} with waiting for others, evaluating and saving"
-    ]
-    overlapped = [
-        f"training went on for {lag_words(result.lag, result.lag_auto)} during an exchange; "
-        f"{result.late} of {result.tried} came later, and training waited "
-        f"{duration(result.wait_s)} for the network"
-    ]
-    own = sum(known["count"] for known in result.internal_errors.values())
-    erring = [
-        f"{own} error{'s' * (own > 1)} of this node's own code: their tracebacks are in "
-        f"{str(folder / LOG)!r}"
-    ]
-    return [
-        end,
-        *([result.trained_alone] if result.trained_alone else []),
-        *(erring if own else []),
-        *(speed if result.tokens else []),
-        *(overlapped if result.lag else []),
-        f"{files}; {resume}",
-    ]
-
-
-def save(result: Result, folder: Path, say: Callable[[str], None]) -> None:
-    """Write ``result`` into ``folder``; a sentence to ``say`` if that fails."""
-    try:
-        write_json(folder / RESULT, asdict(result))
-    except OSError as error:
-        say(f"Cannot write {str(folder / RESULT)!r} ({error.strerror}): free some space.")
-
-
-def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Write ``value`` as JSON; the file is replaced as a whole or not at all."""
-    replace_file(path, dumps(value))
-
 
 ROUNDS = "rounds"
 # values of the slow weights that are kept of a round, about: enough for the distance between nodes

@@ -18,7 +18,7 @@ from shoal.node.checkpoint.folder import CheckpointError
 from shoal.node.checkpoint.writer import CheckpointWriter
 from shoal.node.config.device import make_current, resolve_device
 from shoal.node.config.settings import Settings
-from shoal.node.metrics.log import Metrics, RoundRecord, Sinks, progress_fields
+from shoal.node.metrics.log import Metrics, RoundRecord, Sinks
 from shoal.node.metrics.sinks import about
 from shoal.node.plan import ModelTensors, StartEstimate, memory_of, work_of
 from shoal.node.runtime import resume
@@ -35,7 +35,8 @@ from shoal.node.runtime.join import (
     schedule_steps,
     try_partners,
 )
-from shoal.node.runtime.resume import Result, SavedRun, save, summary
+from shoal.node.runtime.result import Result, Setup, save, summary
+from shoal.node.runtime.resume import SavedRun
 from shoal.node.runtime.run_options import LOG, RunOptions, network
 from shoal.node.task import Shard, Task
 from shoal.node.training import resources
@@ -206,16 +207,14 @@ class TrainingNode:
         self._activity = activity
         self._rates = Rates()
         self._loss: float | None = None
-        self._seen: set[str] | None = (
-            None  # the members when this node chose its shard; None: it did not choose
-        )
+        # The members when this node chose its shard; None: it did not choose.
+        self._seen: set[str] | None = None
         self._newcomer = False  # begins with the weights of a swarm that is under way
         self._refused: dict[str, int] = {}
         self._own_errors: dict[str, int] = {}
         self._loss_at_end: float | None = None  # of the model that the last average left
-        self._bound = (
-            0.0 if node.slow_folder else node.ram
-        )  # until it is passed; pages of files would count too
+        # Until it is passed; pages of files would count too.
+        self._bound = 0.0 if node.slow_folder else node.ram
 
     # -- building ----------------------------------------------------------------------------------
 
@@ -347,16 +346,14 @@ class TrainingNode:
         closing.callback(trainer.close)
         self._begin_from(state)
         tensors = ModelTensors.of(trainer.params, trainer.model)
-        self.result = Result(
-            name,
-            host.peer_id,
-            membership.swarm,
-            outer.method,
-            str(self.device),
-            str(shard),
-            tensors.params,
+        setup = Setup(
+            method=outer.method,
+            device=str(self.device),
+            shard=str(shard),
+            params=tensors.params,
             fragments=opt.fragments,
         )
+        self.result = Result(name=name, peer=host.peer_id, swarm=membership.swarm, setup=setup)
         announce_publicly(
             membership, tensors, self.device.type, log, created=self.options.link is None
         )
@@ -429,7 +426,8 @@ class TrainingNode:
                 f"takes {shard}"
             )
             self.trainer.connect(member.exchange, self.membership.swarm, shard)
-            member.shard, self.result.shard = shard, str(shard)
+            member.shard = shard
+            self.result.setup = self.result.setup.model_copy(update={"shard": str(shard)})
 
     def _swarm_state(self, model: str, *, came_from_elsewhere: bool) -> State | None:
         """Fetch the swarm's weights; None if all begin from those of its random seed, or if this
@@ -526,36 +524,30 @@ class TrainingNode:
     def _train(self) -> Result:
         result = self.result
         trainer = self.trainer
-        host = self.membership.host
         if self.options.link is not None:
             self.membership.check_alone(lambda: self.shutdown.requested)
         self.shutdown.orderly(lambda: self._hurry(HURRY_S))
         self.member.announce("waiting")
         self.options.on_link(self.membership.link())
         self._link_file.refresh()
-        with self._activity.doing("waiting for peers", bounded=True, told=True):
-            for missing in until_started(
-                self.membership, trainer.opt, WAITING_S, lambda: self.shutdown.requested
-            ):
-                self._link_file.refresh()
-                for line in filter(None, (self.membership.news(), waiting_for(missing))):
-                    self.display.message(line)
-        if (
-            not self._newcomer
-        ):  # an evaluation takes as long as dozens of steps, and the swarm is under way
-            result.loss_first = self._loss = self._evaluate()
+        self._wait_for_peers()
+        # An evaluation takes as long as dozens of steps, and a newcomer's swarm is under way.
+        if not self._newcomer:
+            first = self._evaluate()
+            self._loss = first
+            self.member.records.lost(held_out_first=first, held_out=first)
         self._settle()
         self.member.start_counting()
-        self.member.announce("training", result.loss_first)
-        self.metrics.write("start", **asdict(result))
+        self.member.announce("training")
+        result.take(self.member.record())
+        self.metrics.write("start", **result.model_dump(mode="json"))
         self.display.start(self.settings.train.steps)
         tensors = ModelTensors.of(trainer.params, trainer.model)
         self._estimate = StartEstimate(self.settings.outer, tensors, self._done())
         if self.verification is not None:
             compute_last()
-        self.saver.due = (
-            self.ranks is not None
-        )  # what started them starts them again if one dies, from here
+        # What started several ranks starts them again if one dies, from here.
+        self.saver.due = self.ranks is not None
         try:
             with self._activity.doing("training"):
                 result.wall_s = trainer.run(
@@ -570,56 +562,68 @@ class TrainingNode:
                     "once, unsaved"
                 )
         except Exception as error:
-            if (
-                out_of_memory(error) and not trainer.stepping and self.ranks is None
-            ):  # other ranks are in the middle of a step
+            # Other ranks may be in the middle of a step.
+            if out_of_memory(error) and not trainer.stepping and self.ranks is None:
                 self._save_whole_step()
             raise
         finally:
             self.member.leave(self._loss, self._rates, trainer.ended)
-        result.interrupted = self.shutdown.requested
-        result.steps = trainer.opt.steps
-        result.restarts = host.restarts
-        result.wait_s = self.member.exchange.waited
-        vars(result).update(self.member.lag_report.details())
-        rates = trainer.throughput.mean()
-        result.tokens = trainer.throughput.tokens
-        result.tokens_per_s = rates.tokens_per_s
-        result.mfu = rates.mfu
-        result.tokens_per_s_with_waiting = result.tokens / result.wall_s if result.wall_s else 0.0
-        result.bytes_sent = host.traffic.sent
-        result.bytes_received = host.traffic.received
-        result.refused = self.membership.refused()
-        self._tell_news()
-        result.internal_errors = host.internal_errors.report()
-        if not self.settings.outer.alone:
-            result.trained_alone = self.member.trained_alone()
-        with self._activity.doing("saving", bounded=True):
-            result.not_saved = self.saver.last(result.steps)
-        if result.not_saved is not None:
-            self.display.message(result.not_saved)
-        if not result.interrupted:
-            result.loss_last = self._evaluate() if self._loss_at_end is None else self._loss_at_end
-            result.task = (
-                {} if result.loss_last is None else trainer.task.extra_results(result.loss_last)
-            )
-            if self.options.baseline:
-                self.display.message("training the same once more without partners, to compare")
-                with self._activity.doing("training alone, to compare"):
-                    result.loss_local = train_alone(
-                        self.settings, trainer, lambda: self.shutdown.requested
-                    )
-                result.interrupted = self.shutdown.requested
-        if self.sharing is not None:
-            result.rl = self.sharing.report(result.loss_first, result.loss_last)
-        if self.verification is not None:
-            result.verify = self.verification.report()
-        self.metrics.write("end", **asdict(result))
+        self._conclude(result)
+        self.metrics.write("end", **result.model_dump(mode="json"))
         save(result, self.folder, self.display.message)
         self.display.close()
         for line in summary(result, self.folder, self._loss):
             self.display.message(line)
         return result
+
+    def _wait_for_peers(self) -> None:
+        def stop() -> bool:
+            return self.shutdown.requested
+
+        with self._activity.doing("waiting for peers", bounded=True, told=True):
+            for missing in until_started(self.membership, self.trainer.opt, WAITING_S, stop):
+                self._link_file.refresh()
+                for line in filter(None, (self.membership.news(), waiting_for(missing))):
+                    self.display.message(line)
+
+    def _conclude(self, result: Result) -> None:
+        """Save the end, evaluate it, and fill in ``result``."""
+        trainer = self.trainer
+        records = self.member.records
+        result.interrupted = self.shutdown.requested
+        records.rates = trainer.throughput.mean()
+        if result.wall_s:
+            result.tokens_per_s_with_waiting = trainer.throughput.tokens / result.wall_s
+        result.refused = self.membership.refused()
+        self._tell_news()
+        result.internal_errors = self.membership.host.internal_errors.report()
+        if not self.settings.outer.alone:
+            result.trained_alone = self.member.trained_alone()
+        with self._activity.doing("saving", bounded=True):
+            result.not_saved = self.saver.last(trainer.opt.steps)
+        if result.not_saved is not None:
+            self.display.message(result.not_saved)
+        last = None
+        if not result.interrupted:
+            last = self._evaluate() if self._loss_at_end is None else self._loss_at_end
+            records.lost(held_out=last)
+            if last is not None:
+                result.task = trainer.task.extra_results(last)
+            if self.options.baseline:
+                self._compare()
+                result.interrupted = self.shutdown.requested
+        result.take(self.member.record())
+        if self.sharing is not None:
+            result.rl = self.sharing.report(result.loss.held_out_first, last)
+        if self.verification is not None:
+            result.verify = self.verification.report()
+
+    def _compare(self) -> None:
+        """Train the same once more without partners."""
+        self.display.message("training the same once more without partners, to compare")
+        with self._activity.doing("training alone, to compare"):
+            alone = train_alone(self.settings, self.trainer, lambda: self.shutdown.requested)
+        self.member.records.lost(held_out_alone=alone)
 
     def _hurry(self, seconds: float) -> None:
         self.member.exchange.hurry(seconds)
@@ -634,7 +638,7 @@ class TrainingNode:
         if report is None:
             return
         self.display.message(report.said())
-        self.result.ended = asdict(report)
+        self.result.last_average = asdict(report)
         self.metrics.write("last_average", **asdict(report))
         if report.loss_after is not None and not report.refused:
             self._loss_at_end = report.loss_after
@@ -675,10 +679,7 @@ class TrainingNode:
         self._tell_news()
         self.member.announce("training", self._loss, self._rates)
         self._link_file.refresh()
-        fields = progress_fields(
-            self.membership, self.trainer.opt, progress.step, progress.loss, progress.rates
-        )
-        self.metrics.live("progress", **fields)
+        self.metrics.progress(self.member.record())
 
     def _after_step(self) -> None:
         opt = self.trainer.whole
@@ -695,62 +696,59 @@ class TrainingNode:
             )
         if self.verification is not None:
             self.verification.tell(self.display.message, self._note)
-        self.saver.turn(
-            opt.steps
-        )  # not in the middle of the step: scheduler and gradients must fit
+        # Not in the middle of the step: scheduler and gradients must fit.
+        self.saver.turn(opt.steps)
         if every and opt.steps % every == 0:
-            self.metrics.write("evaluation", step=opt.steps, loss=self._evaluate())
+            loss = self._evaluate()
+            self.member.records.lost(held_out=loss)
+            self.metrics.write("evaluation", step=opt.steps, held_out=loss)
 
     def _on_round(self, info: RoundInfo) -> None:
+        report = self.member.on_round(info)
         # A partner may have been reassigned to another bucket during the round.
-        result, report, members = (
-            self.result,
-            self.member.on_round(info),
-            self.membership.directory.everyone(),
-        )
-        partner = next(
-            (peer for peer in info.members if peer != self.membership.host.peer_id), None
-        )
-        member = members.get(partner) if partner else None
-        rejected = len(report.rejected)
-        over = (
-            info.key.fragment >= result.fragments - 1
-        )  # of its round: the last fragment, or the last average
-        result.tried, result.rounds = result.tried + 1, result.rounds + over
-        result.exchanges += partner is not None
-        result.suspicious += rejected
-        result.failed += bool(report.error)
-        result.pairs_none += not (partner or rejected or report.error or self.settings.outer.alone)
-        opt, loss = self.trainer.whole, self.trainer.round_loss()
-        named = member.name if member is not None else partner
-        weights = resume.digest_of(opt, info.key.fragment)
+        members = self.membership.directory.everyone()
+        me = self.membership.host.peer_id
+        partner = next((peer for peer in info.members if peer != me), None)
+        opt = self.trainer.whole
+        if self.verification is not None:
+            self.member.records.checked(**self.verification.counted())
+        done = self.member.report_round(info, report, self.trainer.round_loss())
+        node = self.member.record()
         record = RoundRecord.of(
-            info, report, opt, self._rates, partner=named, loss=loss, weights=weights
+            done,
+            info,
+            report,
+            node.progress,
+            opt.fragments,
+            partner=members[partner].name if partner in members else partner,
+            weights=resume.digest_of(opt, info.key.fragment),
         )
         self.metrics.round(record)
-        self.member.report_round(info, report, loss)
+        self.metrics.progress(node)
         if self._bound and (said := resources.beyond(self._bound)):
             self.display.message(said)
             self._bound = 0.0
-        if self.verification is not None:
-            counted = self.verification.counted()
-            self.member.records.checked(**counted)
-            self.metrics.live("checks", **counted)
-        if (
-            self.sharing is None or partner is not None
-        ):  # where rollouts are shared, a round without a partner is usual
+        # Where rollouts are shared, a round without a partner is usual.
+        if self.sharing is None or partner is not None:
             self.display.round(record)
-        if self.options.keep_rounds and over:
-            resume.keep(opt, self.folder, result.rounds)
-        every = self.settings.node.checkpoint_every_rounds
-        self.saver.due |= over and every > 0 and result.rounds % every == 0
-        if (refused := self.membership.refused()) != self._refused:
+        if info.key.fragment >= opt.fragments - 1:
+            self._round_over(node.exchanges.rounds)
+        refused = self.membership.refused()
+        if refused != self._refused:
             self._refused = refused
             self.metrics.write("refused", **refused)
-        if (own := self.membership.host.internal_errors.counts()) != self._own_errors:
+        own = self.membership.host.internal_errors.counts()
+        if own != self._own_errors:
             self._own_errors = own
-            self.metrics.write("internal", **own)
+            self.metrics.write("internal_errors", **own)
         self._tell_news()
+
+    def _round_over(self, rounds: int) -> None:
+        """Do what is due after a whole round, the ``rounds``-th of this run."""
+        if self.options.keep_rounds:
+            resume.keep(self.trainer.whole, self.folder, rounds)
+        every = self.settings.node.checkpoint_every_rounds
+        self.saver.due |= every > 0 and rounds % every == 0
 
     def _tell_news(self) -> None:
         """Show what is new in the diagnosis of this node, and write it to the metrics."""
@@ -762,7 +760,7 @@ class TrainingNode:
                 self.metrics.write(
                     "partition",
                     said=said,
-                    missing=[] if suspected is None else list(suspected.names),
+                    missing_names=[] if suspected is None else list(suspected.names),
                 )
 
     def _note(self, event: str, **fields: Any) -> None:

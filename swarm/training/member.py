@@ -205,13 +205,11 @@ class TrainingMember:
         addresses = member.addresses if member is not None else ()
         return range_met(peer, addresses, self._membership.host.met)
 
-    def report_round(self, info: RoundInfo, report: RoundReport, loss: float | None) -> None:
-        """Send what a round came to, to those who watch. ``loss``: this node's training loss,
-        nats.
+    def report_round(self, info: RoundInfo, report: RoundReport, loss: float | None) -> Round:
+        """Send what a round came to, to those who watch, and return it. ``loss``: this node's
+        training loss, nats.
         """
         tokens = self._totals.tokens(self._opt.tokens)
-        if self.reporter is None:
-            return
         me = self._membership.identity.peer_id
         partners = [peer for peer in info.members if peer != me]
         done = Round(
@@ -224,8 +222,10 @@ class TrainingMember:
             wait_s=max(report.wait_s, 0.0),
             loss=real(loss),
         )
-        projection = self._opt.projection_of(info.key.fragment)
-        self.reporter.round(done, self.record(), partners, tokens, projection)
+        if self.reporter is not None:
+            projection = self._opt.projection_of(info.key.fragment)
+            self.reporter.round(done, self.record(), partners, tokens, projection)
+        return done
 
     def trained_alone(self) -> str:
         """Return a sentence if nothing was ever exchanged though others were there, else

@@ -66,6 +66,7 @@ from shoal.swarm.training.session_setup import (
 from shoal.swarm.training.shard import Shard, least_used
 from shoal.swarm.training.step_rate import Rates, StepRate
 from shoal.swarm.training.step_watch import StepWatch, follow
+from shoal.swarm.wire.record import NodeRecord, Round
 from shoal.swarm.wire.record import State as DirectoryState
 
 if TYPE_CHECKING:
@@ -165,9 +166,9 @@ class Session:
         self._member: TrainingMember | None = None
         self._opt: OuterOptimizer | None = None
         self._on_round: Callable[[RoundInfo], None] | None = None
-        self.on_report: Callable[[RoundInfo, RoundReport], None] | None = None
-        """Called after each exchange of this node, with what it cost, before the optimizer's own
-        ``on_round``.
+        self.on_report: Callable[[RoundInfo, RoundReport, Round], None] | None = None
+        """Called after each exchange of this node, with what it cost and what others see of it,
+        before the optimizer's own ``on_round``.
         """
         self._began_at = 0  # the swarm's round, when this node took over its weights
         self._loads: LoadedState | None = None  # while a saved state is being loaded
@@ -496,11 +497,11 @@ class Session:
     def _follow_round(self, info: RoundInfo) -> None:
         assert self._member is not None
         report = self._member.on_round(info)
-        self._member.report_round(info, report, self._loss)
+        done = self._member.report_round(info, report, self._loss)
         for notice in self._member.news():
             log.warning("%s", notice.said)
         if self.on_report is not None:
-            self.on_report(info, report)
+            self.on_report(info, report, done)
 
     @uncompiled
     def _after_step(self, opt: Any, args: Any, kwargs: Any) -> None:
@@ -578,6 +579,15 @@ class Session:
             "internal_errors": membership.host.internal_errors.report(),
             **mine,
         }
+
+    def evaluated(self, loss: float) -> None:
+        """Set this node's held-out loss, nats, in its record."""
+        if self._member is not None:
+            self._member.records.lost(held_out=loss)
+
+    def record(self) -> NodeRecord:
+        """Return this node's record as of now (`shoal.swarm.wire.record`)."""
+        return NodeRecord() if self._member is None else self._member.record()
 
     def trained_alone(self) -> str:
         """Return a sentence if nothing was exchanged so far though others were there, else nothing.

@@ -224,7 +224,14 @@ def test_the_sizes_from_random_weights_are_what_they_are_called():
     assert found == {"10m": 10.35, "3m": 3.34, "1m": 1.12, "tiny": 0.03}
 
 
-COUNTS = {"bytes_sent": 500, "wait_s": 4.0, "wall_s": 33.0, "pairs_none": 1, "exchanges": 3}
+END = {
+    "progress": {"step": 40},
+    "loss": {"held_out": 2.0},
+    "link": {"bytes_sent": 500},
+    "exchanges": {"wait_s": 4.0, "without_partner": 1, "left_out": 0, "with_partner": 3},
+    "wall_s": 33.0,
+    "interrupted": False,
+}
 
 
 def exchange(time, step, partner="b"):
@@ -244,14 +251,14 @@ def test_the_lives_of_a_node_are_added_up():
     """
     events = [
         {"event": "activity", "time": 90.0},
-        {"event": "start", "time": 100.0, "loss_first": 5.0},
+        {"event": "start", "time": 100.0, "loss": {"held_out_first": 5.0}},
         exchange(110.0, 10),
-        {"event": "evaluation", "time": 120.0, "step": 20, "loss": 4.0},
+        {"event": "evaluation", "time": 120.0, "step": 20, "held_out": 4.0},
         exchange(121.0, 20, None),
-        {"event": "start", "time": 200.0, "loss_first": 4.4},
-        {"event": "evaluation", "time": 210.0, "step": 20, "loss": 3.0},
-        {"event": "evaluation", "time": 230.0, "step": 40, "loss": None},
-        {"event": "end", "time": 235.0, "steps": 40, "loss_last": 2.0, **COUNTS},
+        {"event": "start", "time": 200.0, "loss": {"held_out_first": 4.4}},
+        {"event": "evaluation", "time": 210.0, "step": 20, "held_out": 3.0},
+        {"event": "evaluation", "time": 230.0, "step": 40, "held_out": None},
+        {"event": "end", "time": 235.0, **END},
         {"event": "activity", "time": 240.0},
     ]
     found = real.history(events)

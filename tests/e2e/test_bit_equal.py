@@ -99,7 +99,9 @@ def test_four_processes_end_with_the_bits_of_the_simulation(shoal):
     assert [node.wait() for node in nodes] == [0] * PEERS, [node.said() for node in nodes]
 
     results = [shoal.result(f"peer-{i}") for i in range(PEERS)]
-    assert [(r["exchanges"], r["pairs_none"]) for r in results] == [(rounds, 0)] * PEERS
+    assert [
+        (r["exchanges"]["with_partner"], r["exchanges"]["without_partner"]) for r in results
+    ] == [(rounds, 0)] * PEERS
     sent, received = (
         sum(result[way] for result in results) for way in ("bytes_sent", "bytes_received")
     )

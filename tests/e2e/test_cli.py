@@ -175,12 +175,20 @@ def test_late_joiner_takes_over_and_exchanges(shared, swarm, eventually):
 
     result = late.json(60)
     assert "took over the swarm's weights at round" in late.said()
-    assert (result["steps"], result["interrupted"], result["name"]) == (60, False, "late")
-    assert result["exchanges"] == len([r for r in shared.rounds("late") if r["partner"]]) > 0
+    assert (result["progress"]["step"], result["interrupted"], result["name"]) == (
+        60,
+        False,
+        "late",
+    )
+    assert (
+        result["exchanges"]["with_partner"]
+        == len([r for r in shared.rounds("late") if r["partner"]])
+        > 0
+    )
     assert result == shared.result("late")
     # The fit was under way already: its start is not that of a fresh model, and did not wait for an
     # evaluation.
-    assert result["loss_first"] is None
+    assert result["loss"]["held_out_first"] is None
     assert shared.rounds("late")[0]["loss"] < shared.rounds("first")[0]["loss"]
 
 
@@ -212,9 +220,11 @@ def test_ctrl_c_saves_and_the_node_resumes(shoal, eventually):
     (line,) = node.lines
     first = json.loads(line)
     assert first["interrupted"]
-    assert first["steps"] >= 10
+    assert first["progress"]["step"] >= 10
     assert (
-        first["rounds"] == first["tried"] // first["fragments"] >= 2
+        first["exchanges"]["rounds"]
+        == first["exchanges"]["ended"] // first["setup"]["fragments"]
+        >= 2
     )  # whole ones: each fragment once
     *_, stopping, end, speed, overlapped, where = node.said().splitlines()
     assert stopping.startswith("stopping: "), (
@@ -248,15 +258,25 @@ def test_ctrl_c_saves_and_the_node_resumes(shoal, eventually):
     ]
     assert "pass --resume" in shoal.start(*again).error()
     resumed = shoal.start(
-        *again, "--resume", "--task", hooks(shoal), "--steps", str(first["steps"] + 7), "--json"
+        *again,
+        "--resume",
+        "--task",
+        hooks(shoal),
+        "--steps",
+        str(first["progress"]["step"] + 7),
+        "--json",
     )
     result = resumed.json()
-    assert (result["steps"], result["swarm"]) == (first["steps"] + 7, first["swarm"])
+    assert (result["progress"]["step"], result["swarm"]) == (
+        first["progress"]["step"] + 7,
+        first["swarm"],
+    )
     assert (
         f"rounds, 0 of {result['tried']} exchanges with others: held-out loss "
-        f"{result['loss_last']:.4f}, {result['loss_first']:.4f} at first" in resumed.said()
+        f"{result['loss']['held_out']:.4f}, {result['loss']['held_out_first']:.4f} at first"
+        in resumed.said()
     )
-    assert result["loss_first"] < first["loss_first"]
+    assert result["loss"]["held_out_first"] < first["loss"]["held_out_first"]
 
     newest = max((shoal.home / "n").glob("step-*")) / "tensors.safetensors"
     content = bytearray(newest.read_bytes())
@@ -370,7 +390,12 @@ def test_non_finite_evaluations_reach_the_report(shoal):
     few = ["--steps", "6", "--every", "3", "--set", "train.eval_every=2", "--set", "outer.wait_s=1"]
     node = shoal.start("up", *own, *few, "--json")
     result = node.json()
-    assert (result["steps"], result["loss_first"], result["loss_last"], result["task"]) == (
+    assert (
+        result["progress"]["step"],
+        result["loss"]["held_out_first"],
+        result["loss"]["held_out"],
+        result["task"],
+    ) == (
         6,
         None,
         None,
@@ -380,6 +405,6 @@ def test_non_finite_evaluations_reach_the_report(shoal):
         "The held-out loss is nan at step 0 and counts as unknown: check the task's evaluate()."
         in node.said()
     )
-    assert [event["loss"] for event in shoal.metrics("b") if event["event"] == "evaluation"] == [
-        None
-    ] * 3
+    assert [
+        event["held_out"] for event in shoal.metrics("b") if event["event"] == "evaluation"
+    ] == [None] * 3

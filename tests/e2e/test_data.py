@@ -50,8 +50,10 @@ def test_peers_agree_on_records_and_tokenizer(shoal):
     second = node("join", link, "b", "--tokenizer", "./tok")
     assert (first.wait(), second.wait()) == (0, 0), first.said() + second.said()
     results = [shoal.result(name) for name in "ab"]
-    assert all(result["loss_last"] < result["loss_first"] - 1 for result in results)
+    assert all(
+        result["loss"]["held_out"] < result["loss"]["held_out_first"] - 1 for result in results
+    )
     assert all(
         result["task"]["skipped"] == 0 and result["task"]["bits_per_byte"] < 8 for result in results
     )
-    assert all(result["exchanges"] == 4 for result in results)
+    assert all(result["exchanges"]["with_partner"] == 4 for result in results)

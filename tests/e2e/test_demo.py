@@ -183,10 +183,10 @@ def test_three_nodes_end_with_equal_models(shoal):
     assert loss(models[0]) == pytest.approx(loss(by_hand), rel=0.005)
     for number, own in enumerate(before):
         result = json.loads((kept / f"peer-{number}" / "result.json").read_text())
-        assert result["ended"]["members"] == ["peer-0", "peer-1", "peer-2"]
-        assert result["ended"]["loss_before"] == pytest.approx(loss(own), rel=1e-4)
-        assert result["ended"]["loss_after"] == pytest.approx(loss(models[0]), rel=1e-4)
-        assert result["loss_last"] == result["ended"]["loss_after"]
+        assert result["last_average"]["members"] == ["peer-0", "peer-1", "peer-2"]
+        assert result["last_average"]["loss_before"] == pytest.approx(loss(own), rel=1e-4)
+        assert result["last_average"]["loss_after"] == pytest.approx(loss(models[0]), rel=1e-4)
+        assert result["loss"]["held_out"] == result["last_average"]["loss_after"]
 
 
 @pytest.mark.slow(reason="two real nodes, twice")
@@ -280,9 +280,14 @@ def test_trial_error_is_shown_as_it_is(shoal):
     for name in ("peer-0", "peer-1"):
         folder = shoal.home / "kept" / name
         result = json.loads((folder / "result.json").read_text())
-        assert (result["exchanges"], result["pairs_none"], result["failed"]) == (0, 0, 19)
+        exchanges = result["exchanges"]
+        assert (exchanges["with_partner"], exchanges["without_partner"], exchanges["failed"]) == (
+            0,
+            0,
+            19,
+        )
         assert planted in result["trained_alone"]
-        assert result["internal_errors"]["trial"]["count"] == result["failed"]
+        assert result["internal_errors"]["trial"]["count"] == exchanges["failed"]
         assert planted in result["internal_errors"]["trial"]["first"]
         log = (folder / "node.log").read_text()
         assert log.count("Traceback (most recent call last)") >= 1
@@ -290,7 +295,7 @@ def test_trial_error_is_shown_as_it_is(shoal):
         events = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         rounds = [event for event in events if event["event"] == "round"]
         assert all(planted in event["error"] and not event["why"] for event in rounds)
-        assert [event for event in events if event["event"] == "internal"][-1]["trial"] >= 1
+        assert [event for event in events if event["event"] == "internal_errors"][-1]["trial"] >= 1
         said = [event["said"] for event in events if event["event"] == "diagnosis"]
         assert any("this node trains alone: an error in its own code" in line for line in said)
         assert not any("--round seconds:auto" in line or "no partner" in line for line in said)

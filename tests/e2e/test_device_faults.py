@@ -98,7 +98,7 @@ def test_out_of_memory_between_steps_saves_the_last(shoal, fails, at, whole):
     assert f"step {whole} was whole and is saved" in node.said()
     assert steps(shoal) == [whole]
     again = up(shoal, "--steps", "20", "--resume").json()
-    assert again["steps"] == 20
+    assert again["progress"]["step"] == 20
 
 
 def test_out_of_memory_in_an_exchange_resumes(shoal):
@@ -118,7 +118,7 @@ def test_out_of_memory_in_an_exchange_resumes(shoal):
         0 < before < 20
     )  # a round whose checkpoint would have to wait for the one before has none
     again = up(shoal, "--steps", str(before + 10), *every_round, "--resume").json()
-    assert again["steps"] == before + 10
+    assert again["progress"]["step"] == before + 10
 
 
 @pytest.mark.gpu(standin=True)
@@ -140,4 +140,4 @@ def test_failed_device_keeps_the_last_checkpoint(shoal, breaks):
     again = up(
         shoal, "--steps", str(before + 5), *every_round, "--resume", program=AS_PROGRAM
     ).json()
-    assert again["steps"] == before + 5
+    assert again["progress"]["step"] == before + 5

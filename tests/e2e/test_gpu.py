@@ -66,7 +66,7 @@ def test_gpu_and_cpu_peers_agree_and_swap_devices(
     ]
     assert [node.wait() for node in moved] == [0, 0], [node.said() for node in moved]
     for name in how:
-        assert shoal.result(name)["steps"] == 12
+        assert shoal.result(name)["progress"]["step"] == 12
         assert math.isfinite(shoal.rounds(name)[-1]["loss"])
 
 
@@ -94,7 +94,7 @@ def test_two_gpus_survive_a_rank_and_resume(shoal, eventually):
     assert node.wait() == 130, node.said()
     assert "rank 1 was ended by SIGKILL" in node.said()
 
-    steps = shoal.result("one")["steps"]
+    steps = shoal.result("one")["progress"]["step"]
     sharded = shoal.node(
         "up", table, "one", *both, "--parallel", "fsdp", "--resume", "--steps", str(steps + 3)
     )
@@ -106,5 +106,5 @@ def test_two_gpus_survive_a_rank_and_resume(shoal, eventually):
         "up", table, "one", "--device", "cuda:1", "--resume", "--steps", str(steps + 6)
     )
     assert single.wait() == 0, single.said()
-    assert shoal.result("one")["steps"] == steps + 6
+    assert shoal.result("one")["progress"]["step"] == steps + 6
     assert all(math.isfinite(event["loss"]) for event in shoal.rounds("one"))

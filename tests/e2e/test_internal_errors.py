@@ -59,4 +59,4 @@ def test_errors_of_its_own_are_seen_by_status_and_doctor(shoal, eventually):
 
 def caught(shoal, name):
     events = shoal.metrics(f"runs/{name}")
-    return [event for event in events if event["event"] == "internal" and event["trial"]]
+    return [event for event in events if event["event"] == "internal_errors" and event["trial"]]

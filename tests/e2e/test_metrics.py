@@ -30,27 +30,34 @@ def test_a_node_is_scraped_while_it_trains(shoal, eventually):
 
     def trained():
         found = values()
-        return found if found.get("shoal_rounds_total", 0) >= 2 and "shoal_loss" in found else None
+        return (
+            found
+            if found.get("shoal_exchanges_ended_total", 0) >= 2 and "shoal_loss_training" in found
+            else None
+        )
 
     first = eventually(trained, 60, "two rounds")
     second = eventually(
         lambda: (
             found
-            if (found := values())["shoal_rounds_total"] > first["shoal_rounds_total"]
+            if (found := values())["shoal_exchanges_ended_total"]
+            > first["shoal_exchanges_ended_total"]
             else None
         ),
         60,
     )
-    assert second["shoal_inner_steps_total"] >= first["shoal_inner_steps_total"] >= 10
-    assert (second["shoal_members"], second["shoal_info"]) == (1.0, 1.0)
-    assert second["shoal_evaluation_loss"] > 0
+    assert second["shoal_progress_step_total"] >= first["shoal_progress_step_total"] >= 10
+    assert (second["shoal_progress_members"], second["shoal_info"]) == (1.0, 1.0)
+    assert second["shoal_loss_held_out"] > 0
     node.signal(signal.SIGTERM)
     assert node.wait() == 130
     rounds = [
         json.loads(line)
         for line in (shoal.home / "anna" / "metrics.jsonl").read_text().splitlines()
     ]
-    assert sum(event["event"] == "round" for event in rounds) >= second["shoal_rounds_total"]
+    assert (
+        sum(event["event"] == "round" for event in rounds) >= second["shoal_exchanges_ended_total"]
+    )
     assert not any(event["event"] == "progress" for event in rounds)
     with pytest.raises(urllib.error.URLError):
         values()

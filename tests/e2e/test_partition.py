@@ -102,7 +102,7 @@ def test_two_halves_go_on_and_come_together_again(halves, shoal, eventually, out
     halves.heal()
     for name in NODES:
         eventually(
-            lambda name=name: events(name, "partition")[-1]["missing"] == [],
+            lambda name=name: events(name, "partition")[-1]["missing_names"] == [],
             180,
             f"{name} being together again",
         )

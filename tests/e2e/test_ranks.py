@@ -72,7 +72,7 @@ def test_two_processes_equal_one_that_accumulates(shoal):
     two = shoal.node("join", one.line(), "two", *DDP, "--shard", "1/2", "--keep-rounds")
     assert [node.wait() for node in (one, two)] == [0, 0], (one.said(), two.said())
     results = [shoal.result(name) for name in ("one", "two")]
-    assert [result["exchanges"] for result in results] == [3, 3]
+    assert [result["exchanges"]["with_partner"] for result in results] == [3, 3]
     expected = reference(
         shoal, OuterSettings(**outer), [9, 9], [result["peer"] for result in results], total=9
     )
@@ -99,7 +99,13 @@ def test_ranks_end_in_order_with_one_sentence(shoal, eventually):
     assert node.wait() == 130, node.said()
     assert shoal.result("one")["interrupted"]
     again = shoal.node(
-        "up", table, "one", *DDP, "--resume", "--steps", str(shoal.result("one")["steps"] + 1)
+        "up",
+        table,
+        "one",
+        *DDP,
+        "--resume",
+        "--steps",
+        str(shoal.result("one")["progress"]["step"] + 1),
     )
     assert again.wait() == 0, again.said()
     uneven = shoal.node("up", table, "other", "--option", "batch=3", *DDP)
@@ -221,7 +227,7 @@ def test_torchrun_starts_a_peer_of_two_processes(shoal):
         "join", one.line(), "two", "--device", "cpu", "--parallel", "fsdp", program=TORCHRUN
     )
     assert [node.wait() for node in (one, two)] == [0, 0], (one.said(), two.said())
-    assert [shoal.result(name)["exchanges"] for name in ("one", "two")] == [3, 3]
+    assert [shoal.result(name)["exchanges"]["with_partner"] for name in ("one", "two")] == [3, 3]
     unfit = shoal.node("up", table, "other", "--gpus", "3", "--device", "cpu", program=TORCHRUN)
     assert unfit.wait() != 0
     assert "--gpus 3 does not go with the 2 ranks that torchrun has started" in unfit.said()
@@ -241,7 +247,14 @@ def test_a_checkpoint_goes_on_in_every_layout(shoal):
         node = shoal.node("up", table, "changing", *flags, "--steps", str(4 * steps), *more)
         assert node.wait() == 0, node.said()
     same = shoal.node(
-        "up", table, "same", *HALVES, "--steps", "16", "--shard", shoal.result("changing")["shard"]
+        "up",
+        table,
+        "same",
+        *HALVES,
+        "--steps",
+        "16",
+        "--shard",
+        shoal.result("changing")["setup"]["shard"],
     )
     assert same.wait() == 0, same.said()
     (changed, one), (straight, other) = (load(shoal.home / name) for name in ("changing", "same"))

@@ -108,7 +108,9 @@ def test_returning_peer_takes_newer_weights(shoal, eventually, outer):
     # Its own steps, learning rates and data go on from the checkpoint; with a lag a round is over
     # up to a round after it was sent.
     assert new[0]["step"] - steps <= (2 * EVERY if "outer.lag=auto" in outer else EVERY)
-    assert starts(shoal, "second")[0]["shard"] == starts(shoal, "second")[1]["shard"]
+    assert (
+        starts(shoal, "second")[0]["setup"]["shard"] == starts(shoal, "second")[1]["setup"]["shard"]
+    )
     shoal.interrupt(first, again)
 
 
@@ -163,7 +165,9 @@ def test_other_method_needs_to_be_stated(shoal, eventually):
     link = creator.line()
     eventually(lambda: shoal.rounds("second"), 60, "a round")
     assert "begins with the weights of the checkpoint" in creator.said()
-    assert starts(shoal, "second")[0]["loss_first"] == pytest.approx(first["loss_last"])
+    assert starts(shoal, "second")[0]["loss"]["held_out_first"] == pytest.approx(
+        first["loss"]["held_out"]
+    )
     assert starts(shoal, "second")[0]["swarm"] != first["swarm"]
 
     # A newcomer takes over these weights, and one with a checkpoint of another swarm must say so.

@@ -91,9 +91,9 @@ def test_who_joins_needs_the_environment_and_weights_may_travel_too(shoal):
     joined = shoal.node("join", link, "bert", "--env", f"{EXAMPLE}:Add", *QUICK)
     assert [joined.wait(), up.wait()] == [0, 0], joined.said() + up.said()
     results = [shoal.result("anna"), shoal.result("bert")]
-    assert [result["steps"] for result in results] == [8, 8]
+    assert [result["progress"]["step"] for result in results] == [8, 8]
     # Two fragments in each of four rounds, and at the end the steps of the first since its last.
-    assert [result["exchanges"] for result in results] == [9, 9]
+    assert [result["exchanges"]["with_partner"] for result in results] == [9, 9]
     assert all(result["rl"]["env"] == "add_env.py:Add" for result in results)
 
 
@@ -154,7 +154,7 @@ def test_a_node_with_another_model_learns_from_text(shoal):
     assert joined.wait(150) == 0, joined.said()
     shoal.interrupt(up)
     theirs, mine = shoal.result("anna"), shoal.result("bert")
-    assert mine["params"] != theirs["params"]
+    assert mine["setup"]["params"] != theirs["setup"]["params"]
     assert mine["rl"]["used"] > 0
     assert mine["rl"]["effective_sample_size"] is None  # the writer's tokens are not the reader's
     assert theirs["rl"]["received"] == mine["rl"]["sent"] == 120

@@ -73,11 +73,13 @@ def run(shoal, eventually, swarm, nodes, course):
         shoal.interrupt(*running.values())
     for name in names:
         result = shoal.result(name)
-        assert result["exchanges"] > 0
+        assert result["exchanges"]["with_partner"] > 0
         assert result["internal_errors"] == {}, running[name].said()
         if straight:
-            assert result["loss_last"] < 0.7 * result["loss_first"]
-            assert result["ended"]["members"] == names
+            assert result["loss"]["held_out"] < 0.7 * result["loss"]["held_out_first"]
+            assert result["last_average"]["members"] == names
     if straight and nodes == 2:
         # One in ten may pass while the other is starting.
-        assert shoal.result("anna")["pairs_none"] <= 0.1 * shoal.result("anna")["exchanges"]
+        exchanges = shoal.result("anna")["exchanges"]
+        alone = exchanges["without_partner"] + exchanges["left_out"]
+        assert alone <= 0.1 * exchanges["with_partner"]

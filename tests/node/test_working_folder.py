@@ -43,6 +43,7 @@ from shoal.swarm.errors import ShoalError
 from shoal.swarm.file_lock import FileLock
 from shoal.swarm.identity import Identity
 from shoal.swarm.p2p.peerstore import Peerstore
+from shoal.swarm.wire.record import Loss, NodeRecord
 
 PEER = "12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"
 
@@ -270,40 +271,27 @@ def test_no_command_encodes_json_by_itself():
 
 def test_demo_reports_without_evaluations():
     """A demo whose evaluations are not known still has a report."""
-    one = dict.fromkeys(
-        (
-            "exchanges",
-            "pairs_none",
-            "bytes_sent",
-            "bytes_received",
-            "rounds",
-            "fragments",
-            "steps",
-            "params",
-        ),
-        1,
-    )
-    one |= {
-        "method": "noloco",
-        "loss_first": None,
-        "loss_last": 2.0,
-        "loss_local": 4.0,
-        "wait_s": 0.0,
+    record = NodeRecord(loss=Loss(held_out=2.0, held_out_alone=4.0)).model_dump()
+    one = {
+        **record,
+        "setup": {"method": "noloco", "params": 1, "fragments": 1},
         "wall_s": 1.0,
-        "odd": 0,
-        "failed": 0,
         "internal_errors": {},
         "trained_alone": False,
-        "ended": None,
+        "last_average": None,
     }
-    report = training_demo.report([one, {**one, "loss_first": 1.0}], [], 0.5, 1.0)
+
+    def with_losses(**losses):
+        return {**one, "loss": {**record["loss"], **losses}}
+
+    report = training_demo.report([one, with_losses(held_out_first=1.0)], [], 0.5, 1.0)
     assert (report["loss_first"], report["loss_last"]) == (None, 2.0)
     assert "held-out loss: not known" in training_demo.summary(report)
-    unknown = {**one, "loss_first": 3.0, "loss_local": None}
+    unknown = with_losses(held_out_first=3.0, held_out_alone=None)
     alone_unknown = training_demo.report([unknown], [], 0.5, 1.0)
     assert "3.000 at first, 2.000 together; not compared" in training_demo.summary(alone_unknown)
     assert "50.0 % better together" in training_demo.summary(
-        training_demo.report([{**one, "loss_first": 3.0}], [], 0.5, 1.0)
+        training_demo.report([with_losses(held_out_first=3.0)], [], 0.5, 1.0)
     )
 
 

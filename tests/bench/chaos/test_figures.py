@@ -178,7 +178,7 @@ def story_life(peer, begin, end, *, spawned=0.0, first=1, **more):
 
 def events(*rounds):
     return [
-        {"event": "start", "loss_first": 5.0, "time": 9.0},
+        {"event": "start", "loss": {"held_out_first": 5.0}, "time": 9.0},
         *({"event": "round", "time": t, "loss": v} for t, v in rounds),
     ]
 

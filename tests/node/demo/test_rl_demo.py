@@ -17,12 +17,10 @@ def ended(name, received=3, **fields):
     more = {"env": "strings", "policy": "tiny", "rounds": 4, "held_out": 9, "rejected": {}}
     return {
         "name": name,
-        "method": "none",
-        "params": 10,
+        "setup": {"method": "none", "params": 10},
         "wall_s": 1.0,
-        "bytes_sent": 0,
-        "bytes_received": 0,
-        "failed": 0,
+        "link": {"bytes_sent": 0, "bytes_received": 0},
+        "exchanges": {"failed": 0},
         "internal_errors": {},
         "trained_alone": "",
         "rl": {**rl, **counts, **more, "effective_sample_size": 1.0, "received": received},
@@ -62,9 +60,8 @@ def test_a_demo_that_exchanged_nothing_exits_as_such(monkeypatch, nodes, foreign
 
 def test_errors_in_the_nodes_own_code_are_said():
     error = {"trial": {"count": 2, "first": "TypeError: planted", "newest_at": 1.0}}
-    found = report(
-        [ended("peer-0", failed=2, internal_errors=error), ended("peer-1")], 9.0, foreign=True
-    )
+    failed = ended("peer-0", exchanges={"failed": 2}, internal_errors=error)
+    found = report([failed, ended("peer-1")], 9.0, foreign=True)
     assert (
         "2 errors in the nodes' own code, and not in the network, ended 2 exchanges (TypeError: "
         "planted): run again with --keep FOLDER, whose node.log files have the tracebacks"

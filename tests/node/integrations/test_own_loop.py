@@ -58,13 +58,15 @@ def test_a_loop_goes_on_where_it_was(tmp_path):
     train(resumed, again, its_inner, 12)
     assert [event["step"] for event in events(folder, "round")] == [4, 8, 12]
     assert [event["loss"] is not None for event in events(folder, "round")] == [True] * 3
-    assert [event["steps"] for event in events(folder, "start") + events(folder, "end")] == [
+    assert [
+        event["progress"]["step"] for event in events(folder, "start") + events(folder, "end")
+    ] == [
         0,
         8,
         8,
         12,
     ]
-    assert [event["loss"] for event in events(folder, "evaluation")] == [0.25, 0.25]
+    assert [event["held_out"] for event in events(folder, "evaluation")] == [0.25, 0.25]
 
     with pytest.raises(
         RunError, match="is of another model or optimizer: choose another folder, or resume=False"
@@ -95,12 +97,12 @@ def test_curves_go_where_they_are_asked_for(tmp_path, caplog):
         pages.append(urlopen(address, timeout=30).read().decode())
 
     train(run, model, inner, 8, see)
-    assert 'shoal_evaluation_loss{method="noloco",node="anna",swarm="own-loop"} 0.25' in pages[0]
-    assert "shoal_rounds_total" in pages[0]
+    assert 'shoal_loss_held_out{method="noloco",node="anna",swarm="own-loop"} 0.25' in pages[0]
+    assert "shoal_exchanges_ended_total" in pages[0]
     curves = EventAccumulator(str(tmp_path / "curves" / "anna"))
     curves.Reload()
     assert [point.step for point in curves.Scalars("round/members")] == [4, 8]
-    assert [point.value for point in curves.Scalars("evaluation/loss")] == [0.25]
+    assert [point.value for point in curves.Scalars("evaluation/held_out")] == [0.25]
 
 
 def test_an_exception_saves_nothing_and_a_run_is_recorded_once(tmp_path):
@@ -115,7 +117,7 @@ def test_an_exception_saves_nothing_and_a_run_is_recorded_once(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         train(run, model, inner, 2, fail)
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
-    assert events(tmp_path, "end")[0]["steps"] == 2
+    assert events(tmp_path, "end")[0]["progress"]["step"] == 2
     with pytest.raises(RunError, match="A run is recorded once"):
         train(run, model, inner, 3)
 
@@ -134,7 +136,7 @@ def test_unsavable_value_is_an_error_at_the_first_step(tmp_path):
         CheckpointError, match=r"run\.extra keeps a object .* at \['extra'\]\['sampler'\]"
     ):
         train(run, model, inner, 4)
-    assert events(tmp_path, "end")[0]["steps"] == 1
+    assert events(tmp_path, "end")[0]["progress"]["step"] == 1
 
 
 def test_unresumable_run_ends_at_its_first_step(tmp_path):
@@ -148,7 +150,7 @@ def test_unresumable_run_ends_at_its_first_step(tmp_path):
         "No run could go on from a checkpoint: the model's 'late' is of another form after the "
         "first step than when the Run was: give the model its form before."
     )
-    assert events(tmp_path, "end")[0]["steps"] == 1
+    assert events(tmp_path, "end")[0]["progress"]["step"] == 1
     assert not [*tmp_path.glob("step-*")]
 
 
@@ -182,7 +184,7 @@ def test_failed_last_checkpoint_is_raised_at_the_end(tmp_path):
     run = shoal.Run(tmp_path, model, inner, checkpoint_every=0)
     with pytest.raises(CheckpointError, match=r"run\.extra keeps a object"):
         train(run, model, inner, 4, lambda run: run.extra.update(late=object()))
-    assert events(tmp_path, "end")[0]["steps"] == 4
+    assert events(tmp_path, "end")[0]["progress"]["step"] == 4
     assert run._begun()[1].round == 1  # it was finished
 
 

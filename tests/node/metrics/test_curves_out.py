@@ -23,10 +23,18 @@ ABOUT = About(
     version="0.1.0",
 )
 EVENTS = [
-    ("start", {"steps": 0, "loss_first": 5.5}),
+    ("start", {"progress": {"step": 0}, "loss": {"held_out": 5.5}, "interrupted": False}),
     ("round", {"round": 0, "step": 25, "loss": 4.0, "wait_s": 0.25, "partner": "bob"}),
     ("round", {"round": 1, "step": 50, "loss": 3.0, "wait_s": 0.5, "partner": None}),
-    ("end", {"steps": 60, "loss_last": 2.5, "rounds": 2, "rl": {"deep": 1}}),
+    (
+        "end",
+        {
+            "progress": {"step": 60},
+            "loss": {"held_out": 2.5},
+            "interrupted": False,
+            "rl": {"x": {"y": 1}},
+        },
+    ),
 ]
 needs_tensorboard = pytest.mark.skipif(
     importlib.util.find_spec("tensorboard") is None,
@@ -56,10 +64,10 @@ def test_tensorboard_reads_the_curves(tmp_path):
     ]
     read = EventAccumulator(str(tmp_path / "curves" / "anna"))
     read.Reload()
-    assert set(read.Tags()["scalars"]) == {"evaluation/loss", "round/loss", "round/wait_s"}
+    assert set(read.Tags()["scalars"]) == {"evaluation/held_out", "round/loss", "round/wait_s"}
     found = [(event.wall_time, event.step, event.value) for event in read.Scalars("round/loss")]
     assert found == [(1_001.5, 25, 4.0), (1_002.5, 50, 3.0)]
-    assert [(event.step, event.value) for event in read.Scalars("evaluation/loss")] == [
+    assert [(event.step, event.value) for event in read.Scalars("evaluation/held_out")] == [
         (0, 5.5),
         (60, 2.5),
     ]
@@ -152,11 +160,11 @@ def test_what_wandb_is_asked_for(tmp_path, monkeypatch):
     assert calls == [
         ("define", "step", {}),
         ("define", "*", {"step_metric": "step"}),
-        ("log", {"step": 0, "evaluation/loss": 5.5}),
+        ("log", {"step": 0, "evaluation/held_out": 5.5}),
         ("log", {"step": 25, "round/loss": 4.0, "round/wait_s": 0.25}),
         ("log", {"step": 50, "round/loss": 3.0, "round/wait_s": 0.5}),
-        ("log", {"step": 60, "evaluation/loss": 2.5}),
-        ("summary", {"end/steps": 60, "end/loss_last": 2.5, "end/rounds": 2}),
+        ("log", {"step": 60, "evaluation/held_out": 2.5}),
+        ("summary", {"end/progress/step": 60, "end/loss/held_out": 2.5, "end/interrupted": False}),
         ("finish",),
     ]
 
@@ -213,6 +221,7 @@ def test_wandb_itself_offline(tmp_path, monkeypatch, capfd):
     (file,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
     written = file.read_bytes()
     assert all(
-        word in written for word in (b"round/loss", b"evaluation/loss", b"noloco", b"end/loss_last")
+        word in written
+        for word in (b"round/loss", b"evaluation/held_out", b"noloco", b"end/loss/held_out")
     )
     assert "wandb:" not in "".join(capfd.readouterr())

@@ -21,9 +21,10 @@ from shoal.node.runtime.display import (
     describe,
     make_display,
 )
-from shoal.node.runtime.resume import Result, summary
+from shoal.node.runtime.result import Result, Setup, summary
 from shoal.node.training.trainer import Progress
 from shoal.swarm.training.step_rate import Rates
+from shoal.swarm.wire import record
 
 
 def progress(step, loss, *rates):
@@ -38,12 +39,17 @@ def info(**changes):
         "partner": "bob",
         "bytes_sent": 543_000,
         "bytes_received": 544_000,
-        "lag": 0,
+        "lag_steps": 0,
         "wait_s": 0.25,
         "loss": 2.5,
         "weights": "0123456789abcdef",
     }
     return RoundRecord(**(fields | changes))
+
+
+def result(**fields):
+    setup = Setup(method="noloco", device="cpu", shard="0/8", params=1)
+    return Result(name="a", peer="p", swarm="s", setup=setup, **fields)
 
 
 def read(path):
@@ -56,7 +62,7 @@ def read(path):
 def test_lines_are_whole_json_without_nan(tmp_path):
     path = tmp_path / "deep" / "metrics.jsonl"
     with closing(Metrics(path)) as metrics:
-        metrics.round(info(loss=math.nan))
+        metrics.write("round", loss=math.nan, bytes_sent=543_000)
         metrics.write("end", losses=[1.0, math.inf], more={"x": -math.inf})
         first, second = read(path)  # before the file is closed
     assert first["event"] == "round"
@@ -143,7 +149,7 @@ def test_lines_name_the_round_and_hold_progress_back():
     display.start(1000)
     display.update(progress(1, 5.0, 100.0))
     display.round(info())
-    display.round(info(partner=None, members=1, loss=math.nan, why="bert broke off"))
+    display.round(info(partner=None, members=1, loss=None, why="bert broke off"))
     display.round(info(loss=None))
     display.round(info(round=14, fragment=2, fragments=4))
     display.round(info(round=16, fragment=4, fragments=4))
@@ -245,8 +251,11 @@ def test_a_link_is_in_one_line_whatever_the_width(begun):
 
 def test_end_report_says_how_to_go_on():
     """The end of a run says what came of it and how to go on."""
-    counts = {"steps": 50, "rounds": 5, "tried": 20, "exchanges": 16}
-    made = Result("a", "p", "s", "noloco", "cpu", "0/8", 1, **counts, loss_first=4.0, loss_last=2.5)
+    made = result(
+        progress=record.Progress(step=50),
+        exchanges=record.Exchanges(rounds=5, ended=20, with_partner=16),
+        loss=record.Loss(held_out_first=4.0, held_out=2.5),
+    )
     done, where = summary(made, Path("runs/a"), 2.25)
     assert (
         done
@@ -257,7 +266,7 @@ def test_end_report_says_how_to_go_on():
         "checkpoints, metrics.jsonl and result.json are in 'runs/a'; the same command with "
         "--resume and more"
     )
-    made.interrupted, made.loss_last = True, None
+    made.interrupted = True
     done, where = summary(made, Path("runs/a"), 2.25)
     assert (
         done
@@ -266,7 +275,7 @@ def test_end_report_says_how_to_go_on():
     )
     assert where.endswith("the same command with --resume goes on from there")
     assert summary(made, Path(), math.nan)[0].endswith("training loss unknown")
-    made.lag, made.lag_auto, made.late, made.wait_s = 7, True, 2, 1.25
+    made.exchanges = record.Exchanges(ended=20, lag_steps=7, lag_auto=True, late=2, wait_s=1.25)
     assert summary(made, Path(), 1.0)[1] == (
         "training went on for 7 steps (auto) during an exchange; 2 of 20 came later, and training "
         "waited 1.25 s for the network"
@@ -284,7 +293,7 @@ def test_unsaved_end_is_no_resume_point(tmp_path, there, way):
     """Fault: "checkpoints are in ...; --resume goes on from there" after a save that failed."""
     for step in there:
         (tmp_path / f"step-{step:08d}").mkdir()
-    made = Result("a", "p", "s", "noloco", "cpu", "0/8", 1, not_saved="Cannot save")
+    made = result(not_saved="Cannot save")
     said = (
         f"metrics.jsonl and result.json are in {str(tmp_path)!r}, but not the end of this run; "
         f"{way}"
@@ -293,8 +302,8 @@ def test_unsaved_end_is_no_resume_point(tmp_path, there, way):
 
 
 def test_a_round_that_overlapped_shows_its_lag():
-    assert describe(info(lag=7)).endswith("wait 250 ms, lag 7 steps")
-    assert describe(info(lag=1, late=True)).endswith("wait 250 ms, lag 1 step (late)")
+    assert describe(info(lag_steps=7)).endswith("wait 250 ms, lag 7 steps")
+    assert describe(info(lag_steps=1, late=True)).endswith("wait 250 ms, lag 1 step (late)")
 
 
 def test_no_terminal_means_lines():
