@@ -7,6 +7,7 @@ excuses it from being run, but the commands in it must still exist, with the opt
 """
 
 import importlib
+import json
 import os
 import re
 import shlex
@@ -27,6 +28,7 @@ from shoal.node.tasks.loader import load_task
 from shoal.node.training.trainer import Trainer
 from shoal.swarm.settings.outer import OuterSettings
 from shoal.swarm.settings.training import TrainSettings
+from tests.support.forked import ForkServer
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
@@ -124,11 +126,28 @@ def test_shell_block_runs(block, scratch):
     assert run(["bash", "-euo", "pipefail", "-c", block.code], scratch)
 
 
+@pytest.fixture(scope="module")
+def forks(tmp_path_factory):
+    """Forks programs from a process that has imported what they import, which takes seconds."""
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    server = ForkServer(tmp_path_factory.mktemp("forks"), env)
+    yield server
+    server.close()
+
+
 @pytest.mark.parametrize("block", chosen("python"))
-def test_python_block_runs(block, scratch):
-    assert run(
-        [sys.executable, "-W", "error::DeprecationWarning:__main__", "-c", block.code], scratch
-    )
+def test_python_block_runs(block, scratch, forks):
+    folder, env = scratch
+    file, log = folder / "block.py", folder / "log"
+    file.write_text(block.code)
+    command = ["tests.support.as_script", str(folder), json.dumps(env), str(file)]
+    with log.open("w") as errors:
+        process = forks.start(command, errors, "block")
+    with process.stdout as out:
+        printed = out.read()
+    assert process.wait(120) == 0, log.read_text()
+    assert printed
 
 
 def test_the_task_of_the_readme_trains(tmp_path):
