@@ -164,15 +164,13 @@ MAX_BRANCHES = 20
 MAX_NAME_WORDS = 10
 # What exceeds these limits still, and by how much. A row may shrink and go, and none may come.
 LONG_DOCSTRINGS = {
-    "node/data/reader.py": 175,
-    "node/tasks/text.py TextTask": 163,
-    "node/training/trainer.py Trainer": 168,
+    "node/tasks/text.py TextTask": 154,
     "swarm/gossip/gossip.py": 217,
     "swarm/membership/room.py": 152,
     "swarm/training/loaded_state.py": 155,
     "swarm/training/session_entry.py create": 274,
 }
-MANY_BRANCHES = {"node/runtime/training_node.py _train": 21}
+MANY_BRANCHES: dict[str, int] = {}
 
 PRODUCT = sorted(
     [*(file for top in TOPS for file in (ROOT / top).rglob("*.py")), *(ROOT / "shoal").glob("*.py")]
