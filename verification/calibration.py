@@ -223,7 +223,9 @@ class Calibration:
         mean = honest.mean[worst]
         z = honest.scores(evidence)[worst]
         limit = honest.starts[worst] + honest.slopes[worst] * threshold
-        most = mean + limit * ((found - mean) / z if z else 0.0)
+        most = mean
+        if z:
+            most += limit * ((found - mean) / z)
         reason = (
             f"{honest.features[worst].name}: {found:.4g}, where an honest claim of this length has "
             f"{mean:.4g} on average and at most {most:.4g}"

@@ -36,8 +36,6 @@ MOST_GRAIN = 1e6
 """Grain of a feature, at most."""
 MOST_FEATURES = 16
 """Features of a calibration, at most."""
-
-
 _DAMAGED = "is not a calibration of this version, or damaged: calibrate again"
 
 
@@ -91,9 +89,8 @@ def load_calibration(path: Path) -> Calibration:
             described = json.loads(metadata["pairs"])
             if not isinstance(described, list) or len(described) > MOST_PAIRS:
                 raise CalibrationError(f"'{path}' {_DAMAGED}")
-            return Calibration(
-                dict(_pair(number, entry, file) for number, entry in enumerate(described))
-            )
+            pairs = [_pair(number, entry, file) for number, entry in enumerate(described)]
+            return Calibration(dict(pairs))
     except CalibrationError:
         raise
     except OSError as error:
@@ -107,9 +104,9 @@ def load_calibration(path: Path) -> Calibration:
 def _pair(number: int, entry: Any, file: Any) -> tuple[Pair, Honest]:
     fingerprint, model, prover, verifier = (_text(part) for part in entry["pair"])
     features = tuple(Feature(_text(name), float(grain)) for name, grain in entry["features"])
-    values, sizes, windows = (
-        file.get_tensor(f"{number}.{name}") for name in ("values", "sizes", "windows")
-    )
+    values = file.get_tensor(f"{number}.values")
+    sizes = file.get_tensor(f"{number}.sizes")
+    windows = file.get_tensor(f"{number}.windows")
     if (values.dtype, sizes.dtype, windows.dtype) != (torch.float64, torch.float64, torch.int64):
         raise ValueError("a tensor has another dtype")
     if not 0 < len(features) <= MOST_FEATURES:

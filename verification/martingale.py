@@ -26,7 +26,8 @@ class Martingale:
 
     def __init__(self) -> None:
         self._logs = [-math.log(len(KAPPAS))] * len(KAPPAS)
-        self.log_capital = 0.0  # its natural logarithm
+        self.log_capital = 0.0
+        """The natural logarithm of the capital."""
 
     def bet(self, p: float) -> float:
         """Bet on ``p``, in (0, 1], and return the new ``log_capital``.

@@ -87,7 +87,7 @@ class RecordExchange:
         if wanted is None or now < self._pull_at:
             return
         # Whatever comes of it.
-        self._pull_at = now + self._participant.round_s / PULLS_PER_ROUND
+        self._pull_at = now + self._participant.clock.round_s / PULLS_PER_ROUND
         for peer in wanted.peers[:PEERS_PULLED]:
             if stop.is_set():
                 return

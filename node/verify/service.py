@@ -178,7 +178,7 @@ class Verification:
     def prepare(self) -> None:
         """Do the slow preparation, once before the first `step`: calibrate on honest claims."""
         checker = self._kind.prepare(self._feed.notify)
-        round_s = self._participant.round_s
+        round_s = self._participant.clock.round_s
         fetch_s = round_s / FETCHES_PER_ROUND
         seats = self._participant.rules.verifiers
         needed = seats * checker.most_snapshot_bytes * 8e-6 / fetch_s

@@ -1,8 +1,10 @@
-"""The records that a peer keeps, and how to find them: a set, whatever the order of arrival.
+"""The records that a peer keeps, and how to find them.
 
-ledger = Ledger(records)
-ledger.ballots(Reveal, claim.id, 0, "peer")        # more than one: a contradiction
-ledger.newer(before=100, life=11)                  # what is left when old rounds are forgotten
+    ledger = Ledger(records)
+    ledger.ballots(Reveal, claim.id, 0, "peer")        # more than one: a contradiction
+    ledger.newer(before=100, life=11)                  # what is left when old rounds are forgotten
+
+It is a set, whatever the order in which they came.
 """
 
 from __future__ import annotations

@@ -19,7 +19,6 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from shoal.verification.consensus.draws import Times
 from shoal.verification.consensus.electorate import electorate, root, void
 from shoal.verification.consensus.ledger import Ledger
 from shoal.verification.consensus.log import EMPTY, Log
@@ -37,14 +36,15 @@ from shoal.verification.consensus.records import (
     View,
 )
 from shoal.verification.consensus.reputation import ScoreRules, Table, compute_scores
+from shoal.verification.consensus.round_clock import RoundClock
 from shoal.verification.consensus.rulings import Rules, anchored
 from shoal.verification.consensus.sortition import OPENS, SETTLED, Electorate
 from shoal.verification.consensus.view_quorum import ViewQuorum
 from shoal.verification.consensus.voter import Check, Voter
 
-SPARE = 4
+SPARE_ROUNDS = 4
 """Rounds that records are kept beyond the last in which something about them can change."""
-PULLS = 3
+MAX_PULLS = 3
 """Logs taken in for one round, at most."""
 ORDER_IN_LOG = ("entry", "claim", "dispute", "opening", "commitment", "reveal", "verdict")
 """Order of the records of one round in a log: what others depend on comes first."""
@@ -96,23 +96,20 @@ class Participant:
         self.peer = peer
         self.run = run
         self.operator = operator
-        self.round_s = round_s
         self.rules = rules
         self.prices = prices
-        self.times = Times.of(round_s)
-        self._read_clock = clock
-        self._latest = clock()
+        self.clock = RoundClock(clock, round_s)
         self._sign = sign
-        self.round = int(self._latest // round_s)
+        self.round = self.clock.round()
         self._came = self.round
         self.base = EMPTY
         self.table = EMPTY
         self.consensus = Consensus(
             run,
             verify,
-            self._now,
+            self.clock.now,
             rules=rules,
-            times=self.times,
+            times=self.clock.times,
             limits=limits,
             banned=lambda peer: self.table.is_banned(peer, self.round),
         )
@@ -121,12 +118,12 @@ class Participant:
         self._agreements: dict[int, ViewQuorum] = {}
         self._pulled = 0
         self._started = False
-        # Rounds whose records are kept.
-        self._kept = rules.appeal_rounds + SETTLED + SPARE
-        self.consensus.advance(self.round, self.round * round_s)
+        self._kept_rounds = rules.appeal_rounds + SETTLED + SPARE_ROUNDS
+        """Rounds whose records are kept."""
+        self.consensus.advance(self.round, self.clock.at(self.round))
         # A peer that joins while views of the round are out has missed some: it states none until
         # the next.
-        views_are_out = self._latest > self.round * round_s + self.times.skew_s
+        views_are_out = self.clock.now() > self.clock.at(self.round, skews=1)
         self._stated = self.round if views_are_out else -1
 
     def tick(self, most: int = 1) -> int:
@@ -134,16 +131,14 @@ class Participant:
 
         Returns how many were checked.
         """
-        now = self._now()
-        round = int(now // self.round_s)
+        round = self.clock.round()
+        now = self.clock.now()
         if round > self.round or not self._started:
             self._begin(round)
-        begin = self.round * self.round_s
-        skew = self.times.skew_s
-        if self._stated < self.round and now >= begin + skew:
+        if self._stated < self.round and now >= self.clock.at(self.round, skews=1):
             self._state()
-        if now >= begin + 2 * skew:
-            self._open(final=now >= begin + 3 * skew)
+        if now >= self.clock.at(self.round, skews=2):
+            self._open(final=now >= self.clock.at(self.round, skews=3))
         return self.member.work(most)
 
     def take(self, signed: Signed, at: float | None = None) -> None:
@@ -187,10 +182,10 @@ class Participant:
     def wanted(self) -> Wanted | None:
         """Peers whose log to pull now; mostly None."""
         agreement = self._agreements.get(self.round - OPENS)
-        views_in = self._now() >= self.round * self.round_s + 2 * self.times.skew_s
-        if agreement is None or not views_in or self._stated < self.round or self._pulled >= PULLS:
+        views_in = self.clock.now() >= self.clock.at(self.round, skews=2)
+        if agreement is None or not views_in or self._stated < self.round:
             return None
-        peers = agreement.sources()
+        peers = agreement.sources() if self._pulled < MAX_PULLS else ()
         if not peers:
             return None
         at = self._pulled % len(peers)
@@ -238,12 +233,8 @@ class Participant:
 
     # -- rounds ------------------------------------------------------------------------------------
 
-    def _now(self) -> float:
-        self._latest = max(self._latest, self._read_clock())
-        return self._latest
-
     def _oldest(self) -> int:
-        return max(self.base.round + 1, self.round - self._kept)
+        return max(self.base.round + 1, self.round - self._kept_rounds)
 
     def _begin(self, round: int) -> None:
         """Do what is due when ``round`` begins; rounds during which the process slept are left
@@ -254,9 +245,10 @@ class Participant:
         self.round = round
         self._pulled = 0
         self._started = True
-        self.consensus.advance(round, round * self.round_s)
-        for old in [old for old in self._agreements if old < round - OPENS]:
-            del self._agreements[old]
+        self.consensus.advance(round, self.clock.at(round))
+        for old in list(self._agreements):
+            if old < round - OPENS:
+                del self._agreements[old]
         self._enter()
         self._appeal()
 
@@ -361,7 +353,7 @@ class Participant:
 
     def _forget(self) -> None:
         known = self.consensus
-        before = self.round - self._kept
+        before = self.round - self._kept_rounds
         if before > 0 and self.base.round < before - 1:
             self.base = compute_scores(
                 known.ledger, known.electorates, self.rules, self.prices, before - 1, self.base
@@ -386,7 +378,7 @@ class Participant:
         if found is None and final and agreement.root is None:
             found = void(self.run, round)
         if found is not None:
-            self.consensus.open(found, (round + OPENS) * self.round_s + 3 * self.times.skew_s)
+            self.consensus.open(found, self.clock.at(round + OPENS, skews=3))
 
     # -- records of others -------------------------------------------------------------------------
 

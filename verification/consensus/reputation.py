@@ -33,7 +33,7 @@ MOST_UNTIL = 2**37
 """Last round of a ban, at most: rounds of a day up to it have dates."""
 MOST_SCORE = 2**15
 """Score, at most, above and below 0."""
-RETURN = 32
+ABSENCE_FADE = 32
 """Each round absence loses this part of itself."""
 
 
@@ -154,7 +154,9 @@ class Table:
         until = self.banned_until(peer)
         if until is None:
             return False
-        return (self.round + 1 if round is None else round) <= until
+        if round is None:
+            round = self.round + 1
+        return round <= until
 
     def is_absent(self, peer: str) -> bool:
         """Return whether ``peer`` missed so many votes that it is not drawn."""
@@ -170,9 +172,8 @@ class Table:
     def digest(self) -> bytes:
         """SHA-256 of the encoding of round and standings, sorted by peer."""
         rows = [[peer, *standing.row] for peer, standing in sorted(self.standings.items())]
-        return hashlib.sha256(
-            b"shoal/verification/1/table\x00" + bytes(msgpack.packb([self.round, rows]))
-        ).digest()
+        packed = bytes(msgpack.packb([self.round, rows]))
+        return hashlib.sha256(b"shoal/verification/1/table\x00" + packed).digest()
 
     def base(self) -> Table:
         """Copy the standings without the rulings, to keep them when the records of their rounds are
@@ -216,14 +217,15 @@ def compute_scores(
                 continue
             ruling = rule(claim, ledger, electorates, rules, banned)
             rulings[claim.id] = ruling
-            for peer, change, absence in _consequences(ruling, standings, prices):
-                changes[peer] += change
-                absences[peer] += absence
+            for peer, of_score, of_absence in _consequences(ruling, standings, prices):
+                changes[peer] += of_score
+                absences[peer] += of_absence
         for peer, change in changes.items():
             if peer not in banned:
                 _apply(standings[peer], change, now, prices)
-        for peer, absence in absences.items():
-            standings[peer].absence = min(max(standings[peer].absence + absence, 0), MOST_ABSENCE)
+        for peer, change in absences.items():
+            absence = standings[peer].absence + change
+            standings[peer].absence = min(max(absence, 0), MOST_ABSENCE)
         last = now
     for standing in standings.values():
         _fade(standing, round - last, prices)
@@ -287,7 +289,7 @@ def _fade(standing: Standing, rounds: int, prices: ScoreRules) -> None:
     for _ in range(rounds):
         if standing.score == 0 and standing.absence == 0:
             return
-        standing.absence = standing.absence * (RETURN - 1) // RETURN
+        standing.absence = standing.absence * (ABSENCE_FADE - 1) // ABSENCE_FADE
         sign = 1 if standing.score > 0 else -1
         standing.score = sign * (abs(standing.score) * (prices.fade - 1) // prices.fade)
 
@@ -295,6 +297,7 @@ def _fade(standing: Standing, rounds: int, prices: ScoreRules) -> None:
 def _apply(standing: Standing, change: int, now: int, prices: ScoreRules) -> None:
     standing.score = min(standing.score + change, prices.ceiling)
     if standing.score <= prices.floor:
-        standing.until = now + min(prices.ban * 2 ** min(standing.bans, 32), prices.longest)
+        times = 2 ** min(standing.bans, 32)
+        standing.until = now + min(prices.ban * times, prices.longest)
         standing.bans += 1
         standing.score = prices.floor // 2  # probation

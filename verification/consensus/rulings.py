@@ -35,8 +35,6 @@ from shoal.verification.consensus.sortition import Electorate, draw_verifiers, i
 Outcome = Literal["valid", "invalid", "unverified"]
 VOTES = get_args(Vote)
 Electorates = Mapping[int, Electorate]
-
-
 PREFERRED: tuple[Mark, ...] = ("invalid", "valid", "withheld", "absent")
 """Order of preference, if signers of two verdicts give two marks a quorum."""
 
@@ -266,7 +264,8 @@ def anchored(ledger: Ledger, peer: str, round: int, rules: Rules) -> Entry | Non
 
 def is_single(claim: Claim, ledger: Ledger) -> bool:
     """Return whether the author of ``claim`` used its slot once."""
-    return sum(other.slot == claim.slot for other in ledger.claims_of(claim.peer, claim.round)) == 1
+    slots = [other.slot for other in ledger.claims_of(claim.peer, claim.round)]
+    return slots.count(claim.slot) == 1
 
 
 def is_plant(

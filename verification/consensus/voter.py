@@ -1,7 +1,9 @@
-"""A peer as a verifier: it turns its duties into signed records.
+"""A peer as a verifier.
 
-voter = Voter(peer, consensus, publish, sign, check, salt)
-voter.work(most=1)             # commit, reveal and state what is due; check at most one claim
+    voter = Voter(peer, consensus, publish, sign, check, salt)
+    voter.work(most=1)         # commit, reveal and state what is due; check at most one claim
+
+It turns its duties into signed records.
 """
 
 from __future__ import annotations
@@ -67,7 +69,8 @@ class Voter:
         self._salt = salt
         self._hidden: dict[tuple[bytes, int], Reveal] = {}
         self._left: set[tuple[bytes, int]] = set()
-        self._check_s = 0.0  # seconds that a check is expected to take
+        self._check_s = 0.0
+        """Seconds that a check is expected to take."""
 
     def publish(self, record: VoteRecord) -> None:
         """Sign, take and spread a record of this peer.

@@ -1,7 +1,9 @@
-"""The evidence of comparing a proof with an output: features of windows, or a fault.
+"""The evidence of comparing a proof with an output.
 
-Evidence(features, values=((0.0, 0.1),), sizes=(1.0,)).means()
-Evidence(features, fault="the proof has 3 bytes, but one of 32 tokens has 258")
+    Evidence(features, values=((0.0, 0.1),), sizes=(1.0,)).means()
+    Evidence(features, fault="the proof has 3 bytes, but one of 32 tokens has 258")
+
+It is the features of windows, or a fault.
 """
 
 from __future__ import annotations
@@ -52,13 +54,11 @@ class Evidence:
         count = len(self.values)
         if both_or_neither or count != len(self.sizes) or count > MOST_WINDOWS:
             raise ValueError("evidence is either a fault or windows, each of them with its size")
-        if any(
-            len(row) != len(self.features) or not all(map(math.isfinite, row))
-            for row in self.values
-        ):
-            raise ValueError(
-                f"each window of evidence must have {len(self.features)} finite values"
-            )
+        for row in self.values:
+            if len(row) != len(self.features) or not all(map(math.isfinite, row)):
+                raise ValueError(
+                    f"each window of evidence must have {len(self.features)} finite values"
+                )
         if not all(0 < size <= 1 for size in self.sizes):
             raise ValueError("a window's size must be above 0 and at most 1")
 

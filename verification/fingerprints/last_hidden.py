@@ -1,8 +1,10 @@
-"""Recorder of the last hidden state of any torch module: a hook on what the logits are made of.
+"""Recorder of the last hidden state of any torch module.
 
-with LastHidden(model, every=True) as hidden:
-    model(tokens)
-hidden.states()                            # (batch, positions, width)
+    with LastHidden(model, every=True) as hidden:
+        model(tokens)
+    hidden.states()                        # (batch, positions, width)
+
+It is a hook on what the logits are made of.
 """
 
 from __future__ import annotations

@@ -71,20 +71,13 @@ def margins(drawn: Drawn) -> Tensor:
     """
     tokens = drawn.tokens
     logits = drawn.logits
-    if (
-        logits.dim() != 2
-        or tokens.shape != logits.shape[:1]
-        or tokens.is_floating_point()
-        or not logits.is_floating_point()
-    ):
+    fits = logits.dim() == 2 and tokens.shape == logits.shape[:1]
+    if not fits or tokens.is_floating_point() or not logits.is_floating_point():
         raise ValueError(
             "logits must be floating numbers of shape (tokens, vocabulary), one row for each token"
         )
-    if (
-        not 1 <= len(tokens) <= MOST_TOKENS
-        or int(tokens.min()) < 0
-        or int(tokens.max()) >= logits.shape[1]
-    ):
+    is_known = 1 <= len(tokens) <= MOST_TOKENS and int(tokens.min()) >= 0
+    if not is_known or int(tokens.max()) >= logits.shape[1]:
         raise ValueError(
             f"there must be 1 to {MOST_TOKENS} tokens, each of them in the vocabulary of "
             f"{logits.shape[1]}"
@@ -141,11 +134,8 @@ def gumbel(
     it by the finaliser of SplitMix64, twice. It need not keep a secret, as the seed has none: it
     must only be one function that all compute.
     """
-    if (
-        not 1 <= vocabulary <= MOST_VOCABULARY
-        or not 0 <= positions.start < 1 << 62
-        or len(seed) > MOST_SEED
-    ):
+    is_place = 0 <= positions.start < 1 << 62
+    if not 1 <= vocabulary <= MOST_VOCABULARY or not is_place or len(seed) > MOST_SEED:
         raise ValueError(
             f"noise is for a position >= 0, at most {MOST_VOCABULARY} words, and a seed of at most "
             f"{MOST_SEED} bytes"
