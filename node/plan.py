@@ -149,7 +149,7 @@ def work_of(outer: OuterSettings, tensors: ModelTensors, *, peers: int, step_s: 
     one; cut into fragments it is longer by some bytes each.
     """
     from shoal.optim import codec_named
-    from shoal.optim.codecs.base import FloatCodec
+    from shoal.optim.codecs.floats import FloatCodec
 
     outer = outer.resolved()
     method = outer.row

@@ -1,14 +1,16 @@
 """Outer optimizers for low-communication training, as pure mathematics on tensors: no clock, no
 socket, no global random numbers.
 
-inner = torch.optim.AdamW(model.parameters(), lr=3e-4)
-opt = NoLoCo(inner, exchange, every=50)          # exchange: Alone(), a Simulation's, or a swarm
-session's for batch in batches:
-    loss(model, batch).backward()
-    opt.step()                                   # every 50th step also averages with a random peer
-    opt.zero_grad()
-with opt.averaged():                             # evaluate with the slow weights
-    evaluate(model)
+    inner = torch.optim.AdamW(model.parameters(), lr=3e-4)
+    opt = NoLoCo(inner, exchange, every=50)
+    for batch in batches:
+        loss(model, batch).backward()
+        opt.step()                               # every 50th step also averages with a random peer
+        opt.zero_grad()
+    with opt.averaged():                         # evaluate with the slow weights
+        evaluate(model)
+
+The exchange is ``Alone()``, a simulation's, or that of a session in a swarm.
 """
 
 from __future__ import annotations

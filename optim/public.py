@@ -4,8 +4,9 @@
 # mypy: implicit-reexport
 
 from shoal.optim.codecs.adaptive import AutoCodec
-from shoal.optim.codecs.base import BFLOAT16, FLOAT16, FLOAT32, Codec
+from shoal.optim.codecs.base import Codec
 from shoal.optim.codecs.error_feedback import ErrorFeedback
+from shoal.optim.codecs.floats import BFLOAT16, FLOAT16, FLOAT32
 from shoal.optim.codecs.registry import E3M0, INT8, SIGN, TOPK2, codec_named
 from shoal.optim.exchange.base import Alone, Contribution, Exchange, Handle, Mean, RoundKey
 from shoal.optim.exchange.distributed import Distributed

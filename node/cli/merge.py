@@ -42,8 +42,8 @@ def merge(
     A CHECKPOINT is a node's folder (its newest checkpoint), a folder step-..., or a safetensors
     file.
     """
-    from shoal.node.checkpoint.export import merge as average
-    from shoal.node.checkpoint.export import parse_weights
+    from shoal.node.checkpoint.merge import merge as average
+    from shoal.node.checkpoint.merge import parse_weights
 
     shares = None if weights is None else parse_weights(weights)
     report = average(checkpoints, out, weights=shares, slow=slow, force=force)

@@ -20,7 +20,7 @@ import torch
 from blake3 import blake3
 from torch import Tensor
 
-from shoal.optim.codecs.base import FLOAT32
+from shoal.optim.codecs.floats import FLOAT32
 from shoal.swarm.errors import MessageError, NetworkError, ShoalError
 from shoal.swarm.exchange.contribution import Outline, outline_digest
 from shoal.swarm.p2p.host import Host

@@ -31,7 +31,8 @@ from shoal.node.runtime.door import RL, enter
 from shoal.node.task import Task
 from shoal.node.tasks.gpt import GPT, VOCABULARY, Attention
 from shoal.node.tasks.user_class import HookError
-from shoal.optim.codecs.base import FLOAT32, all_finite
+from shoal.optim.codecs.base import all_finite
+from shoal.optim.codecs.floats import FLOAT32
 from shoal.optim.outer.averaged import float_buffers
 from shoal.optim.parameters import AveragedParameters
 from shoal.swarm.access.link import Link

@@ -193,7 +193,7 @@ def _name_difference(visit: Visit, params: AveragedParameters) -> None:
     """Raise the error that names where a member's model differs from ``params``; return if none
     tells.
     """
-    from shoal.optim.codecs.base import FLOAT32
+    from shoal.optim.codecs.floats import FLOAT32
     from shoal.swarm.exchange.contribution import model_digest
     from shoal.swarm.state.offers import ask
     from shoal.swarm.state.query import StateQuery

@@ -1,8 +1,10 @@
-"""The batches of one shard, on the device of the model, with their place in the data.
+"""The batches of one shard, on the device of the model.
 
-feed.open(shard)
-batch = feed.next(step)      # then learn from it
-feed.done()                  # now a checkpoint may hold the place after it
+    feed.open(shard)
+    batch = feed.next(step)      # then learn from it
+    feed.done()                  # now a checkpoint may hold the place after it
+
+It keeps the place in the data, from which a resumed run goes on.
 """
 
 from __future__ import annotations

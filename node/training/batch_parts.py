@@ -1,7 +1,8 @@
 """Equal parts of a batch, for gradient accumulation and for the ranks of a peer.
 
-cut_batch({"x": torch.zeros(6, 3), "mask": torch.ones(3)}, 2)
-# two dicts: rows 0 to 2 and 3 to 5 of x; the mask, of another length, whole in both
+    cut_batch({"x": torch.zeros(6, 3), "mask": torch.ones(3)}, 2)
+
+These are two dicts: rows 0 to 2 and 3 to 5 of x; the mask, of another length, is whole in both.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ def batch_rows(batch: Any) -> int | None:
     """Return the first dimension of the first tensor or array in ``batch`` that has one; None if
     there is none.
     """
-    return next((len(leaf) for leaf in leaves(batch) if _has_rows(leaf)), None)
+    for leaf in leaves(batch):
+        if _has_rows(leaf):
+            return len(leaf)
+    return None
 
 
 def _has_rows(leaf: Any) -> bool:
@@ -44,7 +48,8 @@ def _uneven(batch: Any, count: int) -> str | None:
         if lengths - {count}:
             return type(batch).__name__
     for part in inside.values():
-        if (kind := _uneven(part, count)) is not None:
+        kind = _uneven(part, count)
+        if kind is not None:
             return kind
     return None
 
@@ -73,7 +78,8 @@ def cut_batch(batch: Any, parts: int) -> list[Any]:
             "train.accumulate (times the devices) so that it divides the batch, or another batch "
             "size."
         )
-    if (uneven := _uneven(batch, count)) is not None:
+    uneven = _uneven(batch, count)
+    if uneven is not None:
         raise TrainingError(
             f"The batch holds an object of type {uneven} with tensors of other lengths than "
             f"{count}, such as a graph's edges, and cannot be cut into {parts} parts: leave "
@@ -83,9 +89,11 @@ def cut_batch(batch: Any, parts: int) -> list[Any]:
     size = count // parts
 
     def part(number: int) -> Any:
-        at = slice(number * size, (number + 1) * size)
-        return mapped(
-            batch, lambda leaf: leaf[at] if _has_rows(leaf) and len(leaf) == count else leaf
-        )
+        rows = slice(number * size, (number + 1) * size)
+
+        def cut(leaf: Any) -> Any:
+            return leaf[rows] if _has_rows(leaf) and len(leaf) == count else leaf
+
+        return mapped(batch, cut)
 
     return [part(number) for number in range(parts)]

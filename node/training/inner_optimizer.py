@@ -34,9 +34,8 @@ def resolved(train: TrainSettings) -> TrainSettings:
         usual = {"lr": MUON_LR, "weight_decay": MUON_WEIGHT_DECAY}
     else:
         usual = {"lr": ADAMW_LR, "weight_decay": ADAMW_WEIGHT_DECAY}
-    return train.model_copy(
-        update={name: value for name, value in usual.items() if getattr(train, name) is None}
-    )
+    missing = {name: value for name, value in usual.items() if getattr(train, name) is None}
+    return train.model_copy(update=missing)
 
 
 def make_inner(task: Task, train: TrainSettings, model: torch.nn.Module) -> torch.optim.Optimizer:
@@ -52,18 +51,14 @@ def make_inner(task: Task, train: TrainSettings, model: torch.nn.Module) -> torc
     if train.optimizer == "task":
         given: Any = trained if task.optimizer_takes_names() else params
         return _checked(AveragedParameters.of(model), task.inner_optimizer(given))
+    knobs = {name: getattr(train, name) for name in KNOBS}
     if train.optimizer == "muon":
         with _explained():
-            return muon(
-                model,
-                matrices=task.hidden_matrices(model),
-                **{name: getattr(train, name) for name in KNOBS},
-            )
+            return muon(model, matrices=task.hidden_matrices(model), **knobs)
     # The fused kernel halves the optimizer's time on the CPU; elsewhere torch chooses.
-    fused = True if all(p.device.type == "cpu" for p in params) else None
-    return torch.optim.AdamW(
-        params, betas=ADAMW_BETAS, fused=fused, **{name: getattr(train, name) for name in KNOBS}
-    )
+    on_cpu = all(parameter.device.type == "cpu" for parameter in params)
+    fused = True if on_cpu else None
+    return torch.optim.AdamW(params, betas=ADAMW_BETAS, fused=fused, **knobs)
 
 
 def _checked(averaged: AveragedParameters, inner: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -79,7 +74,8 @@ def _checked(averaged: AveragedParameters, inner: torch.optim.Optimizer) -> torc
             f"that require a gradient, and not {lacking[0]}: let it train all that it is given, or "
             "freeze the rest in model() (requires_grad_(False))."
         )
-    if trained := [parameter for parameter in more if parameter.requires_grad]:
+    trained = [parameter for parameter in more if parameter.requires_grad]
+    if trained:
         raise TrainingError(
             f"The task's inner_optimizer() trains {len(trained)} parameters that are not its "
             f"model's, such as one of shape {tuple(trained[0].shape)}: make them part of what "

@@ -65,9 +65,8 @@ class InnerStep:
         self.device = device
         self.clip = clip
         self.model = model
-        if (
-            self.own.compile
-        ):  # as a module around it: the model itself keeps its names, and evaluates as it is
+        if self.own.compile:
+            # As a module around it: the model itself keeps its names, and evaluates as it is.
             try:
                 self.model = cast(nn.Module, torch.compile(model))
             # torch says so of versions of Python, and systems, that it cannot compile on
@@ -102,7 +101,9 @@ class InnerStep:
         nothing.
         """
         dtype = DTYPES.get(self.own.precision)
-        return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype=dtype)
+        if dtype is None:
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=dtype)
 
     def gradients(self, batch: Any) -> torch.Tensor:
         """Add the mean of the gradients of this rank's parts of ``batch``; return the mean of their
@@ -131,9 +132,8 @@ class InnerStep:
             scaled = self.scaler.scale(scaled)
         with calling(self.task, "the backward pass of loss()"):
             scaled.backward()  # type: ignore[no-untyped-call]
-        return loss.detach().to(
-            torch.promote_types(loss.dtype, torch.float32)
-        )  # sums of bfloat16 stick at 256 times a loss
+        # Sums of bfloat16 stick at 256 times a loss.
+        return loss.detach().to(torch.promote_types(loss.dtype, torch.float32))
 
     def step(self, optimizer: torch.optim.Optimizer, through: object = None) -> bool:
         """Clip the gradients and take a step of ``optimizer``; return whether the weights were
@@ -164,8 +164,11 @@ class InnerStep:
             if not watched.stepped and isinstance(optimizer, OuterOptimizer):
                 for _ in optimizer.after_inner():
                     pass  # the next iteration waits for the exchange
-        self.loaded_from = None if watched.stepped else self.loaded_from
-        self._skipped = 0 if watched.stepped else self._skipped + 1
+        if watched.stepped:
+            self.loaded_from = None
+            self._skipped = 0
+        else:
+            self._skipped += 1
         if self._skipped >= MAX_SKIPPED_STEPS:
             raise TrainingError(
                 f"The gradients of {MAX_SKIPPED_STEPS} steps in a row were not finite: lower the "
@@ -183,14 +186,11 @@ class InnerStep:
         try:
             yield
         except Exception as error:
-            cause = (
-                error.__cause__
-                if isinstance(error, UserCodeError) and error.__cause__ is not None
-                else error
-            )
-            if self.own.compile and type(cause).__module__.startswith(
-                ("torch._dynamo", "torch._inductor")
-            ):
+            cause: BaseException = error
+            if isinstance(error, UserCodeError) and error.__cause__ is not None:
+                cause = error.__cause__
+            of_compiler = type(cause).__module__.startswith(("torch._dynamo", "torch._inductor"))
+            if self.own.compile and of_compiler:
                 raise TrainingError(
                     f"Cannot compile the model ({summary(cause)}): {UNCOMPILED}."
                 ) from error
@@ -215,22 +215,19 @@ class InnerStep:
         ``batch``: that of the gradients; None: they are there already.
         """
         found = []
-        count = self.own.accumulate
-        rows = (batch_rows(batch) or 0) // self.layout.ranks
-        files = (
-            ["keep the outer optimizer in files (--offload DIR)"] if self._outer_in_memory else []
-        )
-        if batch is None:  # in the optimizer: the activations are gone by then
-            return ", ".join([*files, SMALLER])
-        if finer := next(
-            (parts for parts in range(count + 1, rows + 1) if rows % parts == 0), None
-        ):
-            found.append(f"cut the batch into parts (--set train.accumulate={finer})")
-        if self.own.precision == "float32":
-            found.append("compute in another format (--precision bfloat16)")
-        if not self.own.recompute:
-            found.append("keep fewer activations (--set train.recompute=true)")
-        return ", ".join([*found, *files, SMALLER])
+        if batch is not None:  # in the optimizer the activations are gone
+            rows = (batch_rows(batch) or 0) // self.layout.ranks
+            for parts in range(self.own.accumulate + 1, rows + 1):
+                if rows % parts == 0:
+                    found.append(f"cut the batch into parts (--set train.accumulate={parts})")
+                    break
+            if self.own.precision == "float32":
+                found.append("compute in another format (--precision bfloat16)")
+            if not self.own.recompute:
+                found.append("keep fewer activations (--set train.recompute=true)")
+        if self._outer_in_memory:
+            found.append("keep the outer optimizer in files (--offload DIR)")
+        return ", ".join([*found, SMALLER])
 
     def state_dict(self) -> dict[str, Any] | None:
         """Return the state of the loss's scale; None without one."""

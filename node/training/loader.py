@@ -37,7 +37,8 @@ from shoal.node.user_code import UserCodeError, summary
 from shoal.swarm.errors import ShoalError
 
 POSITION = "position of the task"
-WIDE = 2  # times the elements that a tensor's strides may span to be sent as they are
+MAX_SPAN_RATIO = 2
+"""A tensor's strides are sent as they are if they span at most this many times its elements."""
 IN_PROCESS = (
     "draw batches in the training process (--set train.workers=0; num_workers=0 in a DataLoader of "
     "the task's own)"
@@ -47,7 +48,8 @@ ROOM = (
     f"if memory is short, in /dev/shm too, {IN_PROCESS}, make them smaller, or give a container "
     "more (docker run --shm-size 2g)"
 )
-_PR_SET_PDEATHSIG = 1  # Linux's prctl: "send me this signal when my parent is gone"
+_PR_SET_PDEATHSIG = 1
+"""Linux's prctl: "send me this signal when my parent is gone"."""
 
 
 class LoadingError(ShoalError):
@@ -83,9 +85,8 @@ class Loader(Iterator[Any]):
                 "This task draws its batches with the model, which workers do not have: set "
                 "train.workers to 0."
             )
-        if (
-            workers and sys.platform != "linux"
-        ):  # on macOS a fork of a process with threads may crash in the system's libraries
+        # On macOS a fork of a process with threads may crash in the system's libraries.
+        if workers and sys.platform != "linux":
             raise LoadingError(
                 "Workers are forked, which is safe on Linux alone: set train.workers to 0."
             )
@@ -95,39 +96,36 @@ class Loader(Iterator[Any]):
         signal_handling._SIGCHLD_handler_set = True
         self._batches = batches
         self._taken = 0
-        numbered = batches if isinstance(batches, NumberedBatches) else None
+        is_numbered = isinstance(batches, NumberedBatches)
         own = getattr(batches, "own_workers", None)
         if own is not None:
-            own.multiprocessing_context = _telling(
-                own.multiprocessing_context or multiprocessing.get_context()
-            )
-        self.workers = (
-            0 if own is not None else workers if numbered is not None else min(workers, 1)
-        )
+            workers = 0
+            given = own.multiprocessing_context or multiprocessing.get_context()
+            own.multiprocessing_context = _telling(given)
+        self.workers = workers if is_numbered else min(workers, 1)
         """Processes of this loader: none where the task's own DataLoader has some."""
         ahead = self.workers > 0
-        dataset: Dataset[Any] = (
-            _Sequence(batches, ahead) if numbered is None else _Numbered(numbered, ahead)
-        )
+        dataset: Dataset[Any]
+        sampler = None
+        if isinstance(batches, NumberedBatches):
+            dataset = _Numbered(batches, ahead)
+            sampler = itertools.count(batches.next_number)
+        else:
+            dataset = _Sequence(batches, ahead)
+        context = _telling(multiprocessing.get_context("fork")) if ahead else None
+        in_main_thread = threading.current_thread() is threading.main_thread()
         with warnings.catch_warnings():
-            warnings.filterwarnings(
-                "ignore", "'set_vital' is deprecated", UserWarning
-            )  # of torchdata 0.11 with torch 2.13
+            # Of torchdata 0.11 with torch 2.13.
+            warnings.filterwarnings("ignore", "'set_vital' is deprecated", UserWarning)
             self._loader: Any = StatefulDataLoader(
                 dataset,
                 batch_size=None,
-                sampler=None if numbered is None else itertools.count(numbered.next_number),
+                sampler=sampler,
                 num_workers=self.workers,
                 collate_fn=_in_pieces if pin else lambda batch: batch,
                 pin_memory=pin,
-                multiprocessing_context=_telling(multiprocessing.get_context("fork"))
-                if ahead
-                else None,
-                worker_init_fn=partial(
-                    _begin_worker,
-                    os.getpid(),
-                    threading.current_thread() is threading.main_thread(),
-                ),
+                multiprocessing_context=context,
+                worker_init_fn=partial(_begin_worker, os.getpid(), in_main_thread),
                 # By default it takes a number of the global generator, and those are the model's.
                 generator=torch.Generator().manual_seed(seed),
             )
@@ -146,15 +144,12 @@ class Loader(Iterator[Any]):
             if not self.workers or str(error).startswith("Caught "):  # in the worker's own code
                 raise
             self.close()
-            ended = isinstance(error, OSError | EOFError) or "DataLoader worker" in str(error)
-            what = (
-                "A worker that draws batches was ended"
-                if ended
-                else "A batch of a worker cannot be taken"
-            )
-            raise LoadingError(
-                f"{what} ({summary(error)}): {ROOM if ended else OTHERS}."
-            ) from error
+            what = "A batch of a worker cannot be taken"
+            remedy = OTHERS
+            if isinstance(error, OSError | EOFError) or "DataLoader worker" in str(error):
+                what = "A worker that draws batches was ended"
+                remedy = ROOM
+            raise LoadingError(f"{what} ({summary(error)}): {remedy}.") from error
         if isinstance(batch, ShoalError):
             self.close()
             raise batch
@@ -177,18 +172,18 @@ class Loader(Iterator[Any]):
 
     def close(self) -> None:
         """End the workers; a second call does nothing."""
-        self._inner = self._loader = None  # which ends them, as torch has it
+        # Torch ends them when these are gone.
+        self._inner = None
+        self._loader = None
 
 
 def _sendable(error: ShoalError) -> ShoalError:
     """Return what a worker sends in place of a batch, or of a position, that could not be had:
     other errors cannot be pickled.
     """
-    return (
-        UserCodeError(str(error), error.trace)
-        if isinstance(error, UserCodeError)
-        else LoadingError(str(error))
-    )
+    if isinstance(error, UserCodeError):
+        return UserCodeError(str(error), error.trace)
+    return LoadingError(str(error))
 
 
 class _Unsent(ExceptionWrapper):
@@ -212,12 +207,11 @@ class _Telling(Queue):  # type: ignore[type-arg]
 
     def _on_queue_feeder_error(self, error: Exception, item: Any) -> None:
         place, content = item
-        room = isinstance(error, OSError | RuntimeError) and (
-            "shm" in str(error) or "/torch_" in str(error)
-        )
-        unsent = _Unsent(
-            f"A worker cannot send what it drew ({summary(error)}): {ROOM if room else OTHERS}."
-        )
+        names_memory = "shm" in str(error) or "/torch_" in str(error)
+        remedy = OTHERS
+        if isinstance(error, OSError | RuntimeError) and names_memory:
+            remedy = ROOM
+        unsent = _Unsent(f"A worker cannot send what it drew ({summary(error)}): {remedy}.")
         if isinstance(content, _AckStartup):
             self.put((place, replace(content, initial_state=unsent)))
         elif isinstance(content, tuple) and len(content) == 3:  # torchdata's: batch, worker, state
@@ -246,7 +240,9 @@ class _Sequence(IterableDataset[Any]):
         return self
 
     def __next__(self) -> Any:
-        return _sent(self._batches.__next__) if self._ahead else next(self._batches)
+        if self._ahead:
+            return _sent(self._batches.__next__)
+        return next(self._batches)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in a list, into which torchdata does not look: it sends only what has
@@ -272,11 +268,9 @@ class _Numbered(Dataset[Any]):
         self._ahead = ahead
 
     def __getitem__(self, number: int) -> Any:
-        return (
-            _sent(lambda: self._batches.batch(number))
-            if self._ahead
-            else self._batches.batch(number)
-        )
+        if self._ahead:
+            return _sent(lambda: self._batches.batch(number))
+        return self._batches.batch(number)
 
 
 def _sent(draw: Callable[[], Any]) -> Any:
@@ -293,22 +287,23 @@ def _sent(draw: Callable[[], Any]) -> Any:
 
 
 def _copied(leaf: Any) -> Any:
-    if isinstance(leaf, torch.Tensor):
-        if (
-            leaf.layout is not torch.strided
-            or not leaf.numel() <= _span(leaf) <= WIDE * leaf.numel()
-        ):
-            return leaf.detach().clone()
-        return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="cpu").copy_(
-            leaf.detach()
-        )
-    return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
+    if isinstance(leaf, np.ndarray):
+        return leaf.copy()
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    count = leaf.numel()
+    if leaf.layout is not torch.strided or not count <= _span(leaf) <= MAX_SPAN_RATIO * count:
+        return leaf.detach().clone()
+    room = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="cpu")
+    return room.copy_(leaf.detach())
 
 
 def _span(tensor: torch.Tensor) -> int:
     """Return how many elements the tensor's strides reach over."""
+    if not tensor.numel():
+        return 0
     steps = zip(tensor.shape, tensor.stride(), strict=True)
-    return 1 + sum((size - 1) * stride for size, stride in steps) if tensor.numel() else 0
+    return 1 + sum((size - 1) * stride for size, stride in steps)
 
 
 def _in_pieces(batch: Any) -> Any:
@@ -317,22 +312,23 @@ def _in_pieces(batch: Any) -> Any:
     """
 
     def whole(leaf: Any) -> Any:
-        gaps = (
-            isinstance(leaf, torch.Tensor)
-            and leaf.layout is torch.strided
-            and _span(leaf) != leaf.numel()
-        )
-        return leaf.contiguous() if gaps else leaf
+        if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided:
+            return leaf
+        return leaf if _span(leaf) == leaf.numel() else leaf.contiguous()
 
     return mapped(batch, whole)
 
 
 def _find(state: Any) -> Any:
     """Return the position in torchdata's state, wherever that has it."""
-    if isinstance(state, dict):
-        if POSITION in state:
-            return state[POSITION][0]
-        return next((found for item in state.values() if (found := _find(item)) is not None), None)
+    if not isinstance(state, dict):
+        return None
+    if POSITION in state:
+        return state[POSITION][0]
+    for item in state.values():
+        found = _find(item)
+        if found is not None:
+            return found
     return None
 
 
@@ -348,9 +344,8 @@ def _begin_worker(parent: int, lasting: bool, worker: int) -> None:
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    if (
-        sys.platform == "linux" and lasting
-    ):  # the kernel takes the end of the thread for that of the parent
+    # The kernel takes the end of the thread for that of the parent.
+    if sys.platform == "linux" and lasting:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != parent:
             os._exit(0)

@@ -27,10 +27,11 @@ def check_precision(
     if precision not in DTYPES:
         return
     if not _computes(DTYPES[precision], device):
-        others = (
-            "float32" if precision == "bfloat16" and device.type != "cuda" else "float16 or float32"
-        )
-        others = "bfloat16 or float32" if precision == "float16" else others
+        others = "float32"
+        if precision == "float16":
+            others = "bfloat16 or float32"
+        elif device.type == "cuda":
+            others = "float16 or float32"
         raise TrainingError(
             f"The device {str(device)!r} cannot compute in {precision}: set train.precision to "
             f"{others}."
@@ -53,9 +54,8 @@ def _computes(dtype: torch.dtype, device: torch.device) -> bool:
                 return False
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore", UserWarning
-            )  # a device without this autocast only warns, and computes in float32
+            # A device without this autocast only warns, and computes in float32.
+            warnings.simplefilter("ignore", UserWarning)
             weight = torch.ones(8, 8, device=device, requires_grad=True)
             with torch.autocast(device.type, dtype=dtype):
                 found = torch.nn.functional.linear(torch.ones(8, 8, device=device), weight)

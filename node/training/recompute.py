@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from shoal.node.training.throughput import FlopCount, repeated
+from shoal.node.training.flop_count import FlopCount, repeated
 from shoal.node.training.training_error import TrainingError
 from shoal.optim.layers import repeated_blocks
 

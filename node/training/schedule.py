@@ -92,11 +92,11 @@ class Schedule:
         self._task = task
         self._optimizer = optimizer
         self.length = length
-        self._train, self._before = train, copy.deepcopy(self._groups())
-        before = self._before
+        self._train = train
+        self._before = copy.deepcopy(self._groups())
         self.scheduler = make_scheduler(task, train.model_copy(update={"steps": length}), optimizer)
         self._start = copy.deepcopy(self._groups())
-        self._set = {*RATES, *_changed(before, self._start)}
+        self._set = {*RATES, *_changed(self._before, self._start)}
         self._made = copy.deepcopy(self.fields())
         self.done = 0
         """Steps of the schedule."""
@@ -126,9 +126,8 @@ class Schedule:
         """
         self._without_factor()
         for group, first in zip(self._optimizer.param_groups, self._before, strict=True):
-            group.update(
-                {name: copy.copy(first[name]) for name in self._set & first.keys() & group.keys()}
-            )
+            for name in self._set & first.keys() & group.keys():
+                group[name] = copy.copy(first[name])
         made = Schedule(self._task, self._train, self._optimizer, length)
         made.forward(self.done)
         made.done = self.done  # also where the new one ends before
@@ -150,14 +149,17 @@ class Schedule:
             _set_rate(group, rate * self.factor)
 
     def _groups(self) -> list[dict[str, Any]]:
-        return [
-            {name: value for name, value in group.items() if name != "params"}
-            for group in self._optimizer.param_groups
-        ]
+        groups = [dict(group) for group in self._optimizer.param_groups]
+        for group in groups:
+            del group["params"]
+        return groups
 
     def fields(self) -> dict[str, Any] | None:
         """Return the scheduler's state without its functions; None if the rate stays."""
-        return None if self.scheduler is None else plain(self.scheduler.state_dict())
+        if self.scheduler is None:
+            return None
+        fields: dict[str, Any] = plain(self.scheduler.state_dict())
+        return fields
 
     def step(self) -> None:
         if 0 < self.length <= self.done:
@@ -171,13 +173,14 @@ class Schedule:
 
     def forward(self, step: int) -> None:
         """Go on to ``step``, at most to the end; an earlier one changes nothing."""
-        step = min(step, self.length) if self.length else step
+        if self.length:
+            step = min(step, self.length)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # that the optimizer has not stepped yet
-            if (
-                type(self.scheduler) is LambdaLR and step > self.done
-            ):  # its rate follows from the number alone
-                self.scheduler.last_epoch, self.scheduler._step_count = step - 1, step
+            if type(self.scheduler) is LambdaLR and step > self.done:
+                # Its rate follows from the number alone.
+                self.scheduler.last_epoch = step - 1
+                self.scheduler._step_count = step
                 self.done = step - 1
             if self.scheduler is None:
                 self.done = max(self.done, step)
@@ -208,13 +211,12 @@ class Schedule:
             self._with_factor()
             return True
         kept = self._groups()
-        for group, start in zip(
-            self._optimizer.param_groups, copy.deepcopy(self._start), strict=True
-        ):
+        groups = self._optimizer.param_groups
+        for group, start in zip(groups, copy.deepcopy(self._start), strict=True):
             group.update(start)
         self.forward(done)
         self._without_factor()
-        for group, values in zip(self._optimizer.param_groups, kept, strict=True):
+        for group, values in zip(groups, kept, strict=True):
             group.update({name: value for name, value in values.items() if name not in self._set})
         self._with_factor()
         return False
@@ -234,13 +236,12 @@ def _set_rate(group: dict[str, Any], rate: float) -> None:
 
 def _changed(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> set[str]:
     """Return the settings that any of the groups has anew, or otherwise."""
-    both = zip(before, after, strict=True)
-    return {
-        name
-        for old, new in both
-        for name, value in new.items()
-        if name not in old or not same_values(old[name], value)
-    }
+    changed = set()
+    for old, new in zip(before, after, strict=True):
+        for name, value in new.items():
+            if name not in old or not same_values(old[name], value):
+                changed.add(name)
+    return changed
 
 
 def plain(value: Any) -> Any:

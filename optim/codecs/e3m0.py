@@ -1,6 +1,8 @@
-"""The codec of Streaming DiLoCo: 4 bits a value, an exponent without a mantissa.
+"""The codec of Streaming DiLoCo.
 
-E3M0Codec().encode(tensors)     # half a byte a value, scales included
+    E3M0Codec().encode(tensors)     # half a byte a value, scales included
+
+A value has 4 bits: a sign, and an exponent without a mantissa.
 """
 
 from __future__ import annotations
@@ -11,8 +13,9 @@ import math
 import torch
 from torch import Tensor
 
-from shoal.optim.codecs.base import Checks, Shape
+from shoal.optim.codecs.base import Shape
 from shoal.optim.codecs.bits import byte_table, look_up, pack, packed_bytes
+from shoal.optim.codecs.device_checks import Checks
 from shoal.optim.codecs.quantized import SectionCodec, check_received, check_sent, slabs
 
 BLOCK = 256

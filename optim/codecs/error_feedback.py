@@ -16,17 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.optim.codecs.base import (
-    NOT_FINITE,
-    Checks,
-    Codec,
-    Shape,
-    check_finite,
-    encoded,
-    finite,
-    packed,
-    unpacked,
-)
+from shoal.optim.codecs.base import NOT_FINITE, Codec, Shape, check_finite
+from shoal.optim.codecs.device_checks import Checks, encoded, finite, packed, unpacked
 
 
 class ErrorFeedback:

@@ -26,8 +26,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.optim.codecs.base import FLOAT32, BufferTailCodec, Codec, Shape, buffer, check_payload
+from shoal.optim.codecs.base import Codec, Shape, check_payload
 from shoal.optim.codecs.bits import pack, packed_bytes, unpack
+from shoal.optim.codecs.buffer_tail import BufferTailCodec
+from shoal.optim.codecs.floats import FLOAT32
+from shoal.optim.codecs.memory import buffer
 from shoal.optim.codecs.quantized import blocks
 from shoal.optim.device import to_host
 

@@ -16,20 +16,10 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from shoal.optim.codecs.base import (
-    FLOAT32,
-    NOT_FINITE,
-    Checks,
-    Codec,
-    Shape,
-    check_payload,
-    encoded,
-    finite,
-    packed,
-    padded,
-    unpacked,
-)
+from shoal.optim.codecs.base import NOT_FINITE, Codec, Shape, check_payload, padded
+from shoal.optim.codecs.device_checks import Checks, encoded, finite, packed, unpacked
 from shoal.optim.codecs.error_feedback import ErrorFeedback
+from shoal.optim.codecs.floats import FLOAT32
 from shoal.optim.device import accelerator_of, to_device
 
 Scope = Literal["matrices", "hidden"]

@@ -16,8 +16,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from shoal.optim.codecs.base import Checks, Shape, Stateless, check_payload, encoded, padded
+from shoal.optim.codecs.base import Shape, Stateless, check_payload, padded
 from shoal.optim.codecs.bits import byte_table, look_up, pack, packed_bytes
+from shoal.optim.codecs.device_checks import Checks, encoded
 
 CPU_SLAB = 2**18
 """Values processed at once on a CPU: the intermediate results stay in the cache."""

@@ -18,9 +18,11 @@ from collections.abc import Sequence
 from typing import cast
 
 from shoal.optim.codecs.adaptive import AutoCodec
-from shoal.optim.codecs.base import BFLOAT16, FLOAT16, FLOAT32, BufferTailCodec, Codec, Shape
+from shoal.optim.codecs.base import Codec, Shape
+from shoal.optim.codecs.buffer_tail import BufferTailCodec
 from shoal.optim.codecs.e3m0 import E3M0Codec
 from shoal.optim.codecs.error_feedback import ErrorFeedback
+from shoal.optim.codecs.floats import BFLOAT16, FLOAT16, FLOAT32
 from shoal.optim.codecs.mod4 import Mod4Codec
 from shoal.optim.codecs.partial import PartialCodec, Scope
 from shoal.optim.codecs.quantized import Int8Codec, SignCodec

@@ -14,8 +14,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from shoal.optim.codecs.base import Checks, Shape
+from shoal.optim.codecs.base import Shape
 from shoal.optim.codecs.bits import pack, pack12, packed_bytes, unpack, unpack12
+from shoal.optim.codecs.device_checks import Checks
 from shoal.optim.codecs.quantized import (
     CPU_SLAB,
     GPU_SLAB,

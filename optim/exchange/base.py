@@ -19,7 +19,8 @@ from typing import Any
 
 from torch import Tensor
 
-from shoal.optim.codecs.base import FLOAT32, Codec
+from shoal.optim.codecs.base import Codec
+from shoal.optim.codecs.floats import FLOAT32
 from shoal.optim.parameters import AveragedParameters
 
 

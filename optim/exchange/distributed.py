@@ -34,7 +34,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 
-from shoal.optim.codecs.base import FLOAT32, Codec, all_finite
+from shoal.optim.codecs.base import Codec, all_finite
+from shoal.optim.codecs.floats import FLOAT32
 from shoal.optim.codecs.mod4 import check_no_pair, for_pairs
 from shoal.optim.exchange.base import Contribution, Exchange, Handle, Mean, NoPartner, RoundKey
 from shoal.optim.exchange.gloo_groups import GIVEN_UP, GlooGroups, Payload
@@ -55,7 +56,7 @@ CLOSE_S = 1.0
 """Seconds that a round which was given up has to end."""
 CONFIRM_S = 10.0
 """Seconds to wait for the votes of others, beyond those that the bytes took here."""
-KEEP = 64
+KEEP_ROUNDS = 64
 """Rounds after which a round's offers are deleted from the store; its decisions after twice as
 many.
 """
@@ -147,20 +148,17 @@ class Distributed(Exchange):
             # A connection of its own: a wait in the other one would block this exchange.
             store = store.clone()
         peer, shard = divmod(ranks.index(dist.get_rank()), shards)
-        self._peers = [str(number) for number in range(len(ranks) // shards)]
-        self._size = size
-        self._seed = seed
+        self._pairing = _Pairing(seed, len(ranks) // shards, size)
         self._process = ProcessCoordinates(peer, shard, shards)
         self.peer = str(peer)
         self.shards = shards
-        self.compares = not 0 < size < len(self._peers)
+        self.compares = self._pairing.is_of_all
         self._timeout = exchange_timeout
         self._limit = wait + 3 * exchange_timeout
         store = PrefixStore(f"shoal/{'-'.join(map(str, ranks))}/{next(_instances[ranks])}", store)
         self._consensus = StoreConsensus(store, self._process, wait)
         self._gloo = GlooGroups(store, self._process, exchange_timeout)
-        self._uses: Counter[RoundKey] = Counter()
-        self._old: deque[tuple[RoundKey, RoundTicket]] = deque()
+        self._kept = _KeptRounds(self._consensus)
         self._broken = False
         self._queue: queue.SimpleQueue[_Round | None] = queue.SimpleQueue()
         self._pending: deque[_Round] = deque()
@@ -206,7 +204,7 @@ class Distributed(Exchange):
             payload = _encoded(tensors, FLOAT32)
             members = tuple(sorted(map(int, contribution.members)))
             return self._begin(key, _offer(payload, weight), payload, members)
-        if (self._size or len(self._peers)) > 2:
+        if self._pairing.size > 2:
             check_no_pair(codec)
         if not 0 < weight < float("inf"):
             raise ValueError(
@@ -254,27 +252,19 @@ class Distributed(Exchange):
             return NoPartner()
         run = hashlib.sha256(key.run.encode()).hexdigest()[:16]
         if members is None:
-            peers = self._group_of(key)
+            peers = self._pairing.group_of(self.peer, key.round)
             what = "fragment"
-            # The same key may be used again after a load_state_dict: that is another round.
-            self._uses[key] += 1
+            use = self._kept.begin(key)
         else:
             peers = members
             what = "the state of fragment"
-        name = f"round {key.round}, {what} {key.fragment} of {run}, {self._uses[key]}, {peers[0]}"
+            use = self._kept.uses(key)
+        name = f"round {key.round}, {what} {key.fragment} of {run}, {use}, {peers[0]}"
         limit = self._limit * (1 + len(self._pending))
         round = _Round(key, RoundTicket(name, peers), offer, payload, limit)
         self._pending.append(round)
         self._queue.put(round)
         return round
-
-    def _group_of(self, key: RoundKey) -> tuple[int, ...]:
-        """Return the peers that average with this one in the round, by the pairing."""
-        size = self._size or len(self._peers)
-        for group in groups(self._seed, key.round, self._peers, size):
-            if self.peer in group:
-                return tuple(sorted(map(int, group)))
-        raise AssertionError("every peer is in a group")
 
     def _work(self) -> None:
         while (round := self._queue.get()) is not None:
@@ -299,7 +289,7 @@ class Distributed(Exchange):
     def _meet(self, round: _Round) -> Mean | None:
         """Find the members of the round, and return their mean if all of them have it."""
         ticket = round.ticket
-        self._forget(round)
+        self._kept.add(round.key, ticket)
         if len(ticket.expected) < 2:
             return None
         offer = round.offer
@@ -321,7 +311,7 @@ class Distributed(Exchange):
             limit = min(CONFIRM_S, self._timeout) + time.monotonic() - began
             counts = self._consensus.agree(ticket, members, isinstance(mean, Mean), limit)
             # Members of a small group hardly ever meet again, and each group has sockets.
-            if not counts or 2 < self._size < len(self._peers):
+            if not counts or (self._pairing.size > 2 and not self._pairing.is_of_all):
                 self._gloo.drop(members)
         if not isinstance(mean, Mean) or not counts:
             reason = mean if isinstance(mean, str) else GIVEN_UP
@@ -347,15 +337,51 @@ class Distributed(Exchange):
             mean = replace(mean, states=consensus.states(ticket, members))
         return mean
 
-    def _forget(self, round: _Round) -> None:
-        self._old.append((round.key, round.ticket))
-        if len(self._old) > KEEP:
-            self._consensus.forget_offer(self._old[-KEEP - 1][1])
-        if len(self._old) > 2 * KEEP:
-            key, ticket = self._old.popleft()
-            self._consensus.forget(ticket)
-            if all(key != other for other, _ in self._old):
-                del self._uses[key]
+
+class _Pairing:
+    """Who averages with whom: ``size`` of the ``peers`` peers; 0: all."""
+
+    def __init__(self, seed: int, peers: int, size: int) -> None:
+        self.size = size or peers
+        self.is_of_all = not 0 < size < peers
+        self._seed = seed
+        self._peers = [str(number) for number in range(peers)]
+
+    def group_of(self, me: str, round: int) -> tuple[int, ...]:
+        """Return the peers that average with this one in the round, itself among them."""
+        for group in groups(self._seed, round, self._peers, self.size):
+            if me in group:
+                return tuple(sorted(map(int, group)))
+        raise AssertionError("every peer is in a group")
+
+
+class _KeptRounds:
+    """The rounds of which the store still holds something."""
+
+    def __init__(self, consensus: StoreConsensus) -> None:
+        self._consensus = consensus
+        self._uses: Counter[RoundKey] = Counter()
+        self._old: deque[tuple[RoundKey, RoundTicket]] = deque()
+
+    def begin(self, key: RoundKey) -> int:
+        """Return how often ``key`` was begun: again after a load_state_dict is another round."""
+        self._uses[key] += 1
+        return self._uses[key]
+
+    def uses(self, key: RoundKey) -> int:
+        return self._uses[key]
+
+    def add(self, key: RoundKey, ticket: RoundTicket) -> None:
+        """Keep a round, and forget those that are long over."""
+        self._old.append((key, ticket))
+        if len(self._old) > KEEP_ROUNDS:
+            _, past = self._old[-KEEP_ROUNDS - 1]
+            self._consensus.forget_offer(past)
+        if len(self._old) > 2 * KEEP_ROUNDS:
+            oldest, past = self._old.popleft()
+            self._consensus.forget(past)
+            if all(oldest != other for other, _ in self._old):
+                del self._uses[oldest]
 
 
 def _encoded(tensors: Sequence[Tensor], codec: Codec) -> Payload:

@@ -25,8 +25,10 @@ from torch._C._distributed_c10d import (
     Work,
 )
 
-from shoal.optim.codecs.base import FLOAT32, BufferTailCodec, Codec, Shape, check_finite
+from shoal.optim.codecs.base import Codec, Shape, check_finite
 from shoal.optim.codecs.bits import pack
+from shoal.optim.codecs.buffer_tail import BufferTailCodec
+from shoal.optim.codecs.floats import FLOAT32
 from shoal.optim.codecs.mod4 import PairMessage, Reading
 from shoal.optim.exchange.averaging import mean_of, pair_mean
 from shoal.optim.exchange.base import Mean

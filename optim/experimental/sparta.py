@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from shoal.optim.codecs.base import FLOAT32, check_sends_weights
+from shoal.optim.codecs.base import check_sends_weights
+from shoal.optim.codecs.floats import FLOAT32
 from shoal.optim.codecs.mod4 import mixed
 from shoal.optim.codecs.partial import check_can_divide
 from shoal.optim.device import to_device

@@ -1,8 +1,10 @@
-"""What of a model is averaged: which parameters, which buffers, and what stays a peer's own.
+"""What of a model is averaged: which parameters, and which buffers.
 
-own = excluded(["head", "*.bias"], inner, model)      # parameters, names, modules, patterns
-params = trained(inner, exchange, own, model)         # all others that require a gradient
-buffers = AveragedBuffers(model, exclude=["head"])    # floating-point ones, by name
+    own = excluded(["head", "*.bias"], inner, model)      # parameters, names, modules, patterns
+    params = trained(inner, exchange, own, model)         # all others that require a gradient
+    buffers = AveragedBuffers(model, exclude=["head"])    # floating-point ones, by name
+
+What is excluded stays a peer's own.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""The settings on which peers must agree, compared between two outer optimizers.
+"""The settings on which peers must agree.
 
-config_diff(mine, theirs)       # "every is 20 and not 50", or None
+    config_diff(mine, theirs)       # "every is 20 and not 50", or None
+
+They are compared between two outer optimizers.
 """
 
 from __future__ import annotations

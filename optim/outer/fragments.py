@@ -1,8 +1,10 @@
-"""Division of a model into fragments, which are exchanged one after another.
+"""Division of a model into fragments.
 
-strided(model, 4)           # layers 0, 4, 8, ... are fragment 0
-even(parameters, 4)         # without a model: about equally many values in each
-positions(lists, params)    # of each fragment the positions of its parameters
+    strided(model, 4)           # layers 0, 4, 8, ... are fragment 0
+    even(parameters, 4)         # without a model: about equally many values in each
+    positions(lists, params)    # of each fragment the positions of its parameters
+
+They are exchanged one after another.
 """
 
 from __future__ import annotations

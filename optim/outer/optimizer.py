@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, overload
 import torch
 from torch import Tensor
 
-from shoal.optim.codecs.base import BufferTailCodec
+from shoal.optim.codecs.buffer_tail import BufferTailCodec
 from shoal.optim.codecs.mod4 import Mod4Codec
 from shoal.optim.device import accelerator_of, to_device, to_host, uncompiled
 from shoal.optim.exchange.base import Contribution, Exchange, Handle, Mean, NoPartner, RoundKey

@@ -18,7 +18,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from shoal.optim.codecs.base import FLOAT32, Codec, Shape
+from shoal.optim.codecs.base import Codec, Shape
+from shoal.optim.codecs.floats import FLOAT32
 from shoal.optim.exchange.base import Exchange
 from shoal.optim.outer.averaged import AveragedBuffers, Exclude, excluded, trained
 from shoal.optim.outer.checks import check_given

@@ -22,7 +22,8 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from shoal.optim.codecs.base import Shape, alike
+from shoal.optim.codecs.base import Shape
+from shoal.optim.codecs.memory import alike
 from shoal.optim.device import copies_beside, pinned_like, to_host, wait_for
 from shoal.optim.exchange.base import Exchange
 from shoal.optim.outer.rule import State

@@ -25,7 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.optim.codecs.base import BufferTailCodec, Shape
+from shoal.optim.codecs.base import Shape
+from shoal.optim.codecs.buffer_tail import BufferTailCodec
 from shoal.optim.exchange.base import Contribution, Exchange, Handle, Mean, RoundKey
 from shoal.optim.outer.rule import SendsValues
 from shoal.optim.outer.state import OuterState

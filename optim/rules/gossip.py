@@ -13,7 +13,8 @@ so that the fast weights keep what was learnt since. (Ours: the papers wait for 
 
 from __future__ import annotations
 
-from shoal.optim.codecs.base import FLOAT32, check_sends_weights
+from shoal.optim.codecs.base import check_sends_weights
+from shoal.optim.codecs.floats import FLOAT32
 from shoal.optim.exchange.base import Exchange
 from shoal.optim.methods import OVERLAPPED
 from shoal.optim.outer.inner import Inner

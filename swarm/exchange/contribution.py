@@ -39,7 +39,9 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from shoal.optim.codecs.base import FLOAT32, Codec, FloatCodec, Shape, all_finite, buffer
+from shoal.optim.codecs.base import Codec, Shape, all_finite
+from shoal.optim.codecs.floats import FLOAT32, FloatCodec
+from shoal.optim.codecs.memory import buffer
 from shoal.optim.codecs.mod4 import PairMessage, Reading, for_pairs
 from shoal.optim.device import give_freed_back
 from shoal.optim.exchange.base import Contribution, Exchange, Handle, Mean, RoundKey

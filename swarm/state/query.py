@@ -6,7 +6,8 @@ import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from shoal.optim.codecs.base import FLOAT32, Shape
+from shoal.optim.codecs.base import Shape
+from shoal.optim.codecs.floats import FLOAT32
 from shoal.swarm.errors import MessageError, ShoalError
 from shoal.swarm.exchange.contribution import Outline
 from shoal.swarm.p2p.stream import short

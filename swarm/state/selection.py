@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from shoal.optim.codecs.base import FLOAT32
+from shoal.optim.codecs.floats import FLOAT32
 from shoal.swarm.errors import NetworkError
 from shoal.swarm.p2p.stream import short
 from shoal.swarm.state.download import download, fetch_digests

@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from blake3 import blake3
 from torch import Tensor
 
-from shoal.optim.codecs.base import FLOAT32, Shape
+from shoal.optim.codecs.base import Shape
+from shoal.optim.codecs.floats import FLOAT32
 from shoal.optim.exchange.on_demand import OnDemand
 from shoal.swarm.exchange.contribution import BorrowedPayload
 from shoal.swarm.state.spool import Spool, SpooledTensors, spool_for

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from shoal.optim.codecs.base import FLOAT32, Shape
+from shoal.optim.codecs.base import Shape
+from shoal.optim.codecs.floats import FLOAT32
 from shoal.swarm.errors import NetworkError
 from shoal.swarm.p2p.stream import Stream
 from shoal.swarm.p2p.stream_places import StreamPlaces

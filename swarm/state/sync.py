@@ -19,7 +19,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
-from shoal.optim.codecs.base import FLOAT32, Shape, all_finite
+from shoal.optim.codecs.base import Shape, all_finite
+from shoal.optim.codecs.floats import FLOAT32
 from shoal.swarm.errors import MessageError, NetworkError, ShoalError
 from shoal.swarm.exchange.context import LEAST_RATE
 from shoal.swarm.p2p.stream import short

@@ -256,10 +256,15 @@ def same_key_again():
         mean = exchange.start(Contribution(RoundKey("run", round), [value])).result()
         found.append(mean.tensors[0].item())
     left = sum(
-        exchange._consensus.store.check([f"{ticket.name}/0/0"]) for _, ticket in exchange._old
+        exchange._consensus.store.check([f"{ticket.name}/0/0"]) for _, ticket in exchange._kept._old
     )
     exchange.close()
-    return {"found": found, "left": left, "old": len(exchange._old), "uses": len(exchange._uses)}
+    return {
+        "found": found,
+        "left": left,
+        "old": len(exchange._kept._old),
+        "uses": len(exchange._kept._uses),
+    }
 
 
 def threads_at_the_end():

@@ -167,7 +167,7 @@ OWN = {
     "node/templates/pretrain/task.py:Pretrain.text",
     "node/verify/evidence_file.py:EvidenceFile.series",
     "node/verify/evidence_file.py:EvidenceFile.claims",
-    "optim/codecs/base.py:buffer",
+    "optim/codecs/memory.py:buffer",
     "optim/exchange/store_consensus.py:StoreConsensus._offered",
     "optim/outer/torch_form.py:TorchForm._read",
     "optim/ranks/orders.py:Channel.send",

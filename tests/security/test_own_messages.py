@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from shoal.node.verify.finding import Finding
 from shoal.node.verify.peers import rules_of
 from shoal.optim import RoundInfo
-from shoal.optim.codecs.base import FLOAT32
+from shoal.optim.codecs.floats import FLOAT32
 from shoal.optim.exchange.base import Contribution, RoundKey
 from shoal.swarm.access.invitation import MAX_USES, admission, entry_of, expiry, issue
 from shoal.swarm.errors import MessageError, NetworkError

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import torch
 from torch import Tensor
 
-from shoal.optim.codecs.base import BufferTailCodec
+from shoal.optim.codecs.buffer_tail import BufferTailCodec
 from shoal.optim.codecs.mod4 import Mod4Codec
 from shoal.optim.exchange.base import Contribution, Mean, RoundKey
 from shoal.optim.exchange.update_screen import UpdateScreen

@@ -7,7 +7,7 @@ import logging
 import pytest
 import torch
 
-from shoal.optim.codecs.base import FLOAT32
+from shoal.optim.codecs.floats import FLOAT32
 from shoal.optim.exchange.base import Contribution, RoundKey
 from shoal.optim.exchange.update_screen import UpdateScreen
 from shoal.swarm.errors import ShoalError

@@ -1,8 +1,10 @@
-"""The cases under way, and what drawn verifiers have to do in them.
+"""The cases under way.
 
-cases = OpenCases(most=16_384)
-cases.add(claim.id, Case(claim, None, draws))
-cases.duties("a", ledger, now)               # [Duty("check", ...)]
+    cases = OpenCases(most=16_384)
+    cases.add(claim.id, Case(claim, None, draws))
+    cases.duties("a", ledger, now)               # [Duty("check", ...)]
+
+They say what drawn verifiers have to do.
 """
 
 from __future__ import annotations

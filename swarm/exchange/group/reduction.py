@@ -35,7 +35,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from shoal.optim.codecs.base import FloatCodec, all_finite, buffer
+from shoal.optim.codecs.base import all_finite
+from shoal.optim.codecs.floats import FloatCodec
+from shoal.optim.codecs.memory import buffer
 from shoal.optim.exchange.averaging import mean_of
 from shoal.optim.exchange.base import Mean
 from shoal.optim.exchange.update_screen import UpdateScreen

@@ -37,7 +37,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from shoal.optim.codecs.base import buffer
+from shoal.optim.codecs.memory import buffer
 from shoal.optim.codecs.mod4 import Reading
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.exchange.context import ExchangeTimeouts

@@ -12,10 +12,10 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from shoal.node.checkpoint.merge import MergeError, merge, parse_weights
 
 from shoal.node.checkpoint import export
 from shoal.node.checkpoint import store as checkpoint
-from shoal.node.checkpoint.export import MergeError, merge, parse_weights
 from shoal.node.checkpoint.folder import CheckpointError
 from shoal.node.cli.main import cli
 from shoal.node.task import Shard, Task

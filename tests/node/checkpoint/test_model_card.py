@@ -2,8 +2,7 @@
 
 import pytest
 import yaml
-
-from shoal.node.checkpoint.export import model_card
+from shoal.node.checkpoint.model_card import model_card
 
 ABOUT = {
     "swarm": "a" * 52,

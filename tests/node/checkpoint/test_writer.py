@@ -16,13 +16,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from shoal.node.checkpoint.snapshots import Snapshots
 
 from shoal.node.checkpoint import store as checkpoint
 from shoal.node.checkpoint.folder import CheckpointError, lock, steps
 from shoal.node.checkpoint.packing import pack
 from shoal.node.checkpoint.store import POINTS, load
 from shoal.node.checkpoint.tensor_file import write_tensors
-from shoal.node.checkpoint.writer import SPARE, CheckpointWriter, Snapshots
+from shoal.node.checkpoint.writer import SPARE, CheckpointWriter
 from shoal.optim.device import give_pinned_back
 
 LONG = 30.0

@@ -24,7 +24,7 @@ from shoal.node.data.tokenizer import Bytes, load_tokenizer
 from shoal.node.runtime.door import make_task
 from shoal.node.runtime.join import new_manifest
 from shoal.node.tasks.gpt import GPT
-from shoal.optim.codecs.base import FLOAT32
+from shoal.optim.codecs.floats import FLOAT32
 from shoal.swarm.access.link import Link
 from shoal.swarm.errors import NetworkError, printable
 from shoal.swarm.exchange.contribution import model_digest

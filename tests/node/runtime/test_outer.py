@@ -27,7 +27,7 @@ from shoal.optim import (
     method_named,
     methods_with,
 )
-from shoal.optim.codecs.base import BufferTailCodec
+from shoal.optim.codecs.buffer_tail import BufferTailCodec
 from shoal.optim.exchange.base import Exchange, Handle
 from shoal.swarm.errors import OuterError
 from shoal.swarm.settings.outer import KNOBS, OuterSettings

@@ -16,8 +16,10 @@ from shoal.node.checkpoint import store as checkpoint
 from shoal.node.config.train_settings import OwnTraining
 from shoal.node.task import Shard
 from shoal.node.tasks.text import TextTask
+from shoal.node.training.device_peaks import peak_flops, peak_of
+from shoal.node.training.flop_count import FlopCount
 from shoal.node.training.random_state import random_state, restore_random_state
-from shoal.node.training.throughput import FlopCount, Rates, Throughput, peak_flops, peak_of
+from shoal.node.training.throughput import Rates, Throughput
 from shoal.node.training.trainer import Trainer
 from shoal.node.training.training_error import TrainingError
 from shoal.optim import Alone, Simulation

@@ -20,7 +20,7 @@ from shoal.optim import (
     ErrorFeedback,
     codec_named,
 )
-from shoal.optim.codecs.adaptive import allocate, greedy, total
+from shoal.optim.codecs.allocation import allocate, greedy, total
 
 MENU = (FLOAT32, BFLOAT16, INT8, E3M0, SIGN, TOPK2)
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from shoal.optim import BFLOAT16, E3M0, FLOAT16, FLOAT32, INT8, SIGN, TOPK2, codec_named
-from shoal.optim.codecs.base import SMALL, buffer, check_sends_weights
+from shoal.optim.codecs.base import check_sends_weights
 from shoal.optim.codecs.bits import (
     byte_table,
     look_up,
@@ -23,6 +23,7 @@ from shoal.optim.codecs.bits import (
     unpack,
     unpack12,
 )
+from shoal.optim.codecs.memory import SMALL, buffer
 
 CODECS = [FLOAT32, FLOAT16, BFLOAT16]
 SHAPES = hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=5)

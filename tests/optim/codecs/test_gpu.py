@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from shoal.optim import codec_named
-from shoal.optim.codecs.base import FLOAT32, BufferTailCodec, Checks
+from shoal.optim.codecs.buffer_tail import BufferTailCodec
+from shoal.optim.codecs.device_checks import Checks
+from shoal.optim.codecs.floats import FLOAT32
 
 NAMES = [
     "float32",

@@ -11,7 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.optim.codecs.base import BufferTailCodec, Codec, Resendable
+from shoal.optim.codecs.base import Codec, Resendable
+from shoal.optim.codecs.buffer_tail import BufferTailCodec
 from shoal.optim.codecs.mod4 import Mod4Codec, for_pairs
 from shoal.optim.codecs.registry import codec_named
 

@@ -21,7 +21,8 @@ from shoal.optim import (
     codec_named,
     method_named,
 )
-from shoal.optim.codecs.base import FLOAT32, BufferTailCodec
+from shoal.optim.codecs.buffer_tail import BufferTailCodec
+from shoal.optim.codecs.floats import FLOAT32
 from shoal.optim.codecs.partial import MARK_BYTES, PartialCodec, bound
 from shoal.optim.layers import embeddings_and_outputs
 from shoal.swarm.settings.outer import OuterSettings

@@ -25,7 +25,7 @@ from shoal.optim import (
     partner_of,
     weighted_mean,
 )
-from shoal.optim.codecs.base import BFLOAT16, FLOAT16, FLOAT32
+from shoal.optim.codecs.floats import BFLOAT16, FLOAT16, FLOAT32
 from shoal.optim.exchange.base import Contribution
 from shoal.optim.exchange.on_demand import SLAB_VALUES, OnDemand, differences, slabs
 from shoal.optim.exchange.weighted_mean import combined, counted_weights

@@ -33,7 +33,7 @@ from shoal.optim import (
     codec_named,
     float_buffers,
 )
-from shoal.optim.codecs.base import BufferTailCodec
+from shoal.optim.codecs.buffer_tail import BufferTailCodec
 from tests.support.outer_state import equal, everything
 
 PEERS, EVERY, STEPS = ["a", "b", "c"], 4, 13

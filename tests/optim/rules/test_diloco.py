@@ -368,7 +368,7 @@ def test_weights_count_among_senders_only():
 
 
 def test_averaged_buffers_are_a_plain_mean_beside_it():
-    from shoal.optim.codecs.base import BufferTailCodec
+    from shoal.optim.codecs.buffer_tail import BufferTailCodec
 
     def peer(exchange):
         value = {"a": 2.0, "b": 8.0}[exchange.peer]

@@ -5,7 +5,7 @@ contributions of weight 0.
 import pytest
 import torch
 
-from shoal.optim.codecs.base import BFLOAT16, FLOAT16, FLOAT32
+from shoal.optim.codecs.floats import BFLOAT16, FLOAT16, FLOAT32
 from shoal.optim.codecs.registry import codec_named
 from shoal.optim.exchange.base import Contribution, RoundKey
 from shoal.optim.exchange.on_demand import OnDemand, differences

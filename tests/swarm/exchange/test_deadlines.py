@@ -2,7 +2,7 @@
 
 import pytest
 
-from shoal.optim.codecs.base import FLOAT32
+from shoal.optim.codecs.floats import FLOAT32
 from shoal.swarm.exchange.context import (
     LARGEST_S,
     LEAST_RATE,

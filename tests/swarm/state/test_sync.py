@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shoal.optim.codecs.base import FLOAT32
+from shoal.optim.codecs.floats import FLOAT32
 from shoal.swarm.errors import NetworkError
 from shoal.swarm.p2p.stream import Stream
 from shoal.swarm.state import spool
