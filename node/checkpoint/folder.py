@@ -25,8 +25,12 @@ def listed(folder: Path) -> list[tuple[int, Path]]:
     """Return all whole checkpoints as (step, path), newest first."""
     if not folder.is_dir():
         return []
-    matches = [(_NAME.fullmatch(p.name), p) for p in folder.iterdir()]
-    found = [(m[1] != ".before-", int(m[2]), m[1] is None, p) for m, p in matches if m]
+    found = []
+    for path in folder.iterdir():
+        match = _NAME.fullmatch(path.name)
+        if match is not None:
+            mark, step = match.groups()
+            found.append((mark != ".before-", int(step), mark is None, path))
     return [(step, path) for _, step, _, path in sorted(found, reverse=True)]
 
 

@@ -224,12 +224,9 @@ def _read(path: Path) -> dict[str, Any]:
     OSError.
     """
     file = path / STATE
-    if odd := [
-        name for name in (STATE, TENSORS) if (path / name).exists() and not (path / name).is_file()
-    ]:
-        raise _Damage(
-            f"{str(path / odd[0])!r} is no file of bytes"
-        )  # a pipe, or a device, has no end
+    for part in (file, path / TENSORS):
+        if part.exists() and not part.is_file():  # a pipe, or a device, has no end
+            raise _Damage(f"{str(part)!r} is no file of bytes")
     if file.stat().st_size > MAX_STATE_BYTES:
         raise _Damage(f"{str(file)!r} is too large")
     digest, _, text = file.read_bytes().partition(b"\n")

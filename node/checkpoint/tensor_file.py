@@ -21,7 +21,8 @@ from torch import Tensor
 Kind = tuple[str, tuple[int, ...]]
 """Dtype as safetensors names it, and shape."""
 
-BLOCK_BYTES = 4 * 2**20  # of one write
+BLOCK_BYTES = 4 * 2**20
+"""Of one write."""
 DTYPE_NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -66,9 +67,9 @@ def write_tensors(
     # The widest types first, so that each tensor is aligned, as the library does; its size follows
     # from the type's name.
     offset = 0
-    for name, (dtype, shape) in sorted(
-        kinds.items(), key=lambda item: (-_width(item[1][0]), item[0])
-    ):
+    widest_first = sorted(kinds, key=lambda name: (-_width(kinds[name][0]), name))
+    for name in widest_first:
+        dtype, shape = kinds[name]
         sizes[name] = math.prod(shape) * _width(dtype)
         header[name] = {
             "dtype": dtype,
@@ -102,4 +103,7 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 def _width(dtype: str) -> int:
     """Return the bytes of a value of that type: 4 for F32, 1 for F8_E4M3 and BOOL, 8 for C64."""
-    return {"BOOL": 1}.get(dtype) or int("".join(filter(str.isdigit, dtype.split("_")[0]))) // 8
+    if dtype == "BOOL":
+        return 1
+    letters_and_bits, _, _ = dtype.partition("_")
+    return int(letters_and_bits.lstrip("BFIUC")) // 8

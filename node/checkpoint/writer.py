@@ -24,19 +24,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from shoal.node.checkpoint.folder import CheckpointError, listed
 from shoal.node.checkpoint.packing import ABLE, Packed, UnpackableError, pack, shown
+from shoal.node.checkpoint.snapshots import Snapshots
 from shoal.node.checkpoint.store import prove, save
 from shoal.node.console import FULL
 from shoal.node.user_code import device_failed, out_of_memory
-from shoal.optim.device import copies_beside, give_pinned_back, pinned_bytes, pinned_like, wait_for
 from shoal.swarm.errors import Repeats
 
 GB = 10**9
-SPARE = 1 << 20  # bytes beside the tensors of a checkpoint
+SPARE_BYTES = 1 << 20
+"""What a checkpoint takes beside its tensors."""
 
 
 def used(folder: Path) -> int:
@@ -49,8 +47,9 @@ def used(folder: Path) -> int:
     return total
 
 
-PATIENCE_S = 60.0  # seconds that the last save may take, besides ...
-SLOWEST = 20e6  # ... its bytes over so many a second
+PATIENCE_S = 60.0
+"""What a save that is waited for may take, besides its bytes at the slowest rate."""
+SLOWEST_BYTES_PER_S = 20e6
 HOLDERS = {
     "model": "the model",
     "optimizer": "the optimizer",
@@ -60,66 +59,6 @@ HOLDERS = {
     "extra": "run.extra",
 }
 """Whoever keeps what is found under a key of the state, for sentences."""
-
-
-class Snapshots:
-    """Copies of nested state in memory that is reused, because fresh pages cost more than the
-    copying.
-
-    Tensors on a GPU are copied to pinned memory together, and waited for once. Torch keeps pinned
-    memory for later, in powers of two: it is taken in few pieces, and given back to the system with
-    the copy.
-    """
-
-    def __init__(self) -> None:
-        self._buffers: dict[str, Tensor] = {}
-        self._pinned: list[Tensor] = []
-
-    @torch.no_grad()
-    def take(self, packed: Packed) -> Packed:
-        """Return a copy, consistent if nothing changes the state meanwhile.
-
-        The previous copy is overwritten.
-
-        Raises MemoryError or RuntimeError: memory does not suffice.
-        """
-        beside = {
-            name: tensor for name, tensor in packed.tensors.items() if copies_beside(tensor.device)
-        }
-        before, self._buffers = self._buffers, {}
-        for name, tensor in packed.tensors.items():
-            if name not in beside:
-                buffer = before.pop(name, None)
-                if buffer is None or _shaped(buffer) != _shaped(tensor):
-                    buffer = None  # before there is another
-                    buffer = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-                self._buffers[name] = buffer.copy_(tensor)
-        if list(map(_shaped, self._pinned)) != list(map(_shaped, beside.values())):
-            self._unpin()
-            self._pinned = pinned_like(list(beside.values()))
-        copies = dict(self._buffers)
-        for (name, tensor), room in zip(beside.items(), self._pinned, strict=True):
-            copies[name] = room.copy_(tensor, non_blocking=True)
-        wait_for(tensor.device for tensor in beside.values())
-        return Packed(packed.tree, {name: copies[name] for name in packed.tensors})
-
-    def _unpin(self) -> None:
-        if self._pinned:
-            self._pinned.clear()
-            give_pinned_back()
-
-    def clear(self) -> None:
-        self._buffers.clear()
-        self._unpin()
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of memory kept for the next copy."""
-        return sum(buffer.nbytes for buffer in self._buffers.values()) + pinned_bytes(self._pinned)
-
-
-def _shaped(tensor: Tensor) -> tuple[torch.dtype, tuple[int, ...]]:
-    return tensor.dtype, tuple(tensor.shape)
 
 
 class CheckpointWriter:
@@ -163,10 +102,10 @@ class CheckpointWriter:
         self._check = check
         self._size = 0
         """Bytes of the tensors of the last save."""
-        self._free, self._given_up = threading.Event(), threading.Event()
-        """Whether training may change the tensors that are being written, and whether it does
-        before it may.
-        """
+        self._free = threading.Event()
+        """Set when training may change the tensors that are being written."""
+        self._given_up = threading.Event()
+        """Set when it does before it may."""
         self._snapshots = Snapshots()
         self._writer: threading.Thread | None = None
         self._failure: CheckpointError | None = None
@@ -214,7 +153,8 @@ class CheckpointWriter:
                     raise
                 self._tried = True  # a later save says so
             else:
-                least = 2 * (_nbytes(packed) + SPARE)  # the newest stays until the next is whole
+                # The newest stays until the next is whole.
+                least = 2 * (_nbytes(packed) + SPARE_BYTES)
                 if self._budget and least > self._budget:
                     raise CheckpointError(
                         f"node.disk allows {self._budget / GB:.3g} GB, and two checkpoints take "
@@ -250,7 +190,7 @@ class CheckpointWriter:
         if not self.busy:
             self._report(said=True)  # what follows says how saving ended
             self._begin(step, last=True)
-            self._wait(end + self._size / SLOWEST)
+            self._wait(end + self._size / SLOWEST_BYTES_PER_S)
         if self.busy:
             self._given_up.set()
             return (
@@ -291,8 +231,10 @@ class CheckpointWriter:
             target=self._write, args=arguments, name="shoal-checkpoint", daemon=True
         )
         self._writer.start()
-        if not copied and not last and not self._free.wait(PATIENCE_S + self._size / SLOWEST):
-            self._given_up.set()
+        if not copied and not last:
+            is_free = self._free.wait(PATIENCE_S + self._size / SLOWEST_BYTES_PER_S)
+            if not is_free:
+                self._given_up.set()
 
     def _pack(self) -> Packed:
         packed = pack(self._state())
@@ -309,9 +251,8 @@ class CheckpointWriter:
     ) -> None:
         def at(point: str) -> None:
             self._at(point)
-            if (
-                point == "block" and given_up.is_set()
-            ):  # what was written since may be of another step
+            # What was written since may be of another step.
+            if point == "block" and given_up.is_set():
                 raise CheckpointError(
                     f"Cannot save a checkpoint to {str(self._folder)!r}: the disk is too slow or "
                     "hangs; choose another folder."
@@ -332,7 +273,7 @@ class CheckpointWriter:
                 if not full or changed or not self._make_room(full=True):
                     raise
                 write()
-        # whatever it is: a thread that ends without a word would look like a save that went well
+        # Whatever it is: a thread that ends without a word would look like a save that went well.
         except Exception as error:
             self._failure = _as_failure(error)
         finally:
@@ -346,23 +287,30 @@ class CheckpointWriter:
         """
         older = [path for _, path in listed(self._folder)][:0:-1]
         found = bool(older)
-        while (full and older) or (
-            self._budget and used(self._folder) + self._size + SPARE > self._budget
-        ):
+        while (full and older) or self._exceeds_budget():
             if not older:
+                needed = self._size + SPARE_BYTES
                 raise CheckpointError(
-                    f"The next checkpoint of {(self._size + SPARE) / GB:.3g} GB does not fit into "
+                    f"The next checkpoint of {needed / GB:.3g} GB does not fit into "
                     f"the {self._budget / GB:.3g} GB that node.disk allows for "
                     f"{str(self._folder)!r}, besides the newest one: allow more."
                 )
             shutil.rmtree(older.pop(0), ignore_errors=True)
         return found
 
+    def _exceeds_budget(self) -> bool:
+        """Return True if the next checkpoint does not fit beside what is there."""
+        if not self._budget:
+            return False
+        return used(self._folder) + self._size + SPARE_BYTES > self._budget
+
     def _report(self, said: bool = False) -> None:
         """Report how the save that is over ended. ``said``: the caller says it if it failed."""
         if self._writer is None and self._failure is None:
             return
-        self._writer, failure, self._failure = None, self._failure, None
+        failure = self._failure
+        self._writer = None
+        self._failure = None
         if failure is None and self._said.over("failed"):
             self._notify("Checkpoints can be saved again.")
         elif failure is not None and self._said.due("failed") and not said:
@@ -395,7 +343,8 @@ def _as_failure(error: Exception) -> CheckpointError:
             "one with --resume."
         )
     if isinstance(error, UnpackableError):
-        holder = next((HOLDERS[key] for key in error.place if key in HOLDERS), "the state")
+        known = [HOLDERS[key] for key in error.place if key in HOLDERS]
+        holder = known[0] if known else "the state"
         where = "".join(f"[{key!r:.40}]" for key in error.place)
         kept = f"{type(error.value).__name__}{error.why} ({shown(error.value)})"
         return CheckpointError(

@@ -230,7 +230,7 @@ def test_what_is_not_finite_is_null():
         (["status", LINK], "shoal.node.commands.status.read_status"),
         (["peers", LINK], "shoal.node.verify.peers.read_peers"),
         (["pull", LINK, "--out", "x"], "shoal.node.commands.pull.pull"),
-        (["merge", "x", "--out", "y"], "shoal.node.checkpoint.export.merge"),
+        (["merge", "x", "--out", "y"], "shoal.node.checkpoint.merge.merge"),
         (["invite", LINK], "shoal.node.commands.creator.invite"),
         (["verify", "odds"], "shoal.node.verify.vote_odds.odds_report"),
     ],

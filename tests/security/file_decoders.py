@@ -8,7 +8,7 @@ import json
 import torch
 from safetensors.torch import save
 
-from shoal.node.checkpoint import export, store
+from shoal.node.checkpoint import merge, store
 from shoal.node.commands import creator, status
 from shoal.node.commands.sample import SampleError, load_pulled
 from shoal.node.data.source import DataError
@@ -94,7 +94,7 @@ def read_tensors(data):
 
 def merged(data):
     (HERE / "one.safetensors").write_bytes(data)
-    return export.merge([HERE / "one.safetensors"] * 2, HERE / "out.safetensors", force=True)
+    return merge.merge([HERE / "one.safetensors"] * 2, HERE / "out.safetensors", force=True)
 
 
 def merged_state(data):
@@ -103,7 +103,7 @@ def merged_state(data):
     _, _, tensors = checkpoint()
     (read_aside / store.TENSORS).write_bytes(tensors)
     (read_aside / store.STATE).write_bytes(data)
-    return export.merge([read_aside], HERE / "out.safetensors", force=True, slow=True)
+    return merge.merge([read_aside], HERE / "out.safetensors", force=True, slow=True)
 
 
 @functools.cache
@@ -170,19 +170,19 @@ def file_decoders():
         ),
         one(
             "weights to merge",
-            "node/checkpoint/export.py:merge",
+            "node/checkpoint/merge.py:merge",
             merged,
             lambda: pulled()[0],
             SAFETENSORS,
-            export.MergeError,
+            merge.MergeError,
         ),
         one(
             "checkpoint to merge",
-            "node/checkpoint/export.py:merge",
+            "node/checkpoint/merge.py:merge",
             merged_state,
             lambda: checkpoint()[1],
             DIGESTED,
-            export.MergeError,
+            merge.MergeError,
             store.CheckpointError,
         ),
         one(

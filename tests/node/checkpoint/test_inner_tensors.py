@@ -6,13 +6,13 @@ import json
 
 import pytest
 import torch
-from shoal.node.checkpoint.merge import MergeError, merge
-from shoal.node.checkpoint.snapshots import Snapshots
 from torch import nn
 
 from shoal.node.checkpoint.export import ExportError, export_model
 from shoal.node.checkpoint.folder import CheckpointError
+from shoal.node.checkpoint.merge import MergeError, merge
 from shoal.node.checkpoint.packing import pack
+from shoal.node.checkpoint.snapshots import Snapshots
 from shoal.node.checkpoint.store import STATE, load, save
 from shoal.node.checkpoint.writer import CheckpointWriter
 from shoal.node.inner_tensors import InnerTensors, put_together

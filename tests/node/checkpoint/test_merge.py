@@ -12,11 +12,11 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from shoal.node.checkpoint.merge import MergeError, merge, parse_weights
 
-from shoal.node.checkpoint import export
+from shoal.node.checkpoint import merge as merge_module
 from shoal.node.checkpoint import store as checkpoint
 from shoal.node.checkpoint.folder import CheckpointError
+from shoal.node.checkpoint.merge import MergeError, merge, parse_weights
 from shoal.node.cli.main import cli
 from shoal.node.task import Shard, Task
 from shoal.node.training.trainer import Trainer
@@ -171,7 +171,7 @@ def test_failed_write_leaves_the_old_file(tmp_path, monkeypatch, step):
     def full(*arguments):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(export.os, step, full)
+    monkeypatch.setattr(merge_module.os, step, full)
     with pytest.raises(MergeError, match=r"Cannot write .*out' \(No space left on device\)"):
         merge([one, two], out, force=True)
     assert out.read_text() == "old"

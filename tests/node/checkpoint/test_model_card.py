@@ -2,6 +2,7 @@
 
 import pytest
 import yaml
+
 from shoal.node.checkpoint.model_card import model_card
 
 ABOUT = {

@@ -24,7 +24,7 @@ from shoal.node.checkpoint import store as checkpoint
 from shoal.node.checkpoint.folder import CheckpointError, check_writable, lock, path_of, steps
 from shoal.node.checkpoint.packing import UnpackableError
 from shoal.node.checkpoint.store import STATE, TENSORS, load, outline, save
-from shoal.node.checkpoint.writer import GB, SPARE, CheckpointWriter, used
+from shoal.node.checkpoint.writer import GB, SPARE_BYTES, CheckpointWriter, used
 from shoal.swarm.file_lock import InUseError
 
 DTYPES = [
@@ -412,14 +412,14 @@ def test_older_checkpoints_give_way_and_nothing_else(tmp_path):
         save(tmp_path, step, BUDGET_STATE, keep=9)
         os.utime(path_of(tmp_path, step), (step, step))
     now = used(tmp_path)
-    budgeted(tmp_path, now + 400_000 + SPARE)._make_room(full=False)
+    budgeted(tmp_path, now + 400_000 + SPARE_BYTES)._make_room(full=False)
     assert sorted(steps(tmp_path)) == [1, 2, 3]
-    budgeted(tmp_path, now + SPARE + 1000)._make_room(full=False)
+    budgeted(tmp_path, now + SPARE_BYTES + 1000)._make_room(full=False)
     assert sorted(steps(tmp_path)) == [2, 3]
     with pytest.raises(
         CheckpointError, match=r"does not fit into the .* that node.disk allows for .*: allow more"
     ):
-        budgeted(tmp_path, SPARE)._make_room(full=False)
+        budgeted(tmp_path, SPARE_BYTES)._make_room(full=False)
     assert sorted(steps(tmp_path)) == [3]
     assert load(tmp_path)[0] == 3
     assert (tmp_path / "mine.txt").exists()
@@ -435,7 +435,7 @@ def test_without_a_budget_nothing_goes(tmp_path):
 
 def test_budget_below_two_checkpoints_ends_the_run(tmp_path):
     """Else its end is never saved: a run of 400 steps said so at the last of them."""
-    least = 2 * (400_000 + SPARE)
+    least = 2 * (400_000 + SPARE_BYTES)
     with pytest.raises(
         CheckpointError, match=r"node.disk allows 0\.0029 GB, and two .* take 0\.0029: allow more"
     ):
@@ -446,7 +446,7 @@ def test_budget_below_two_checkpoints_ends_the_run(tmp_path):
 def test_exceeded_budget_is_said_once(tmp_path):
     """A run over its budget says so once and goes on."""
     said = []
-    saver = budgeted(tmp_path, 2 * (400_000 + SPARE), said)
+    saver = budgeted(tmp_path, 2 * (400_000 + SPARE_BYTES), said)
     saver.due = True
     saver.turn(1)
     saver._wait(time.monotonic() + 30.0)

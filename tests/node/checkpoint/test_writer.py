@@ -16,14 +16,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from shoal.node.checkpoint.snapshots import Snapshots
 
 from shoal.node.checkpoint import store as checkpoint
 from shoal.node.checkpoint.folder import CheckpointError, lock, steps
 from shoal.node.checkpoint.packing import pack
+from shoal.node.checkpoint.snapshots import Snapshots
 from shoal.node.checkpoint.store import POINTS, load
 from shoal.node.checkpoint.tensor_file import write_tensors
-from shoal.node.checkpoint.writer import SPARE, CheckpointWriter
+from shoal.node.checkpoint.writer import SPARE_BYTES, CheckpointWriter
 from shoal.optim.device import give_pinned_back
 
 LONG = 30.0
@@ -280,7 +280,7 @@ def test_changed_weights_are_not_written_again(tmp_path, monkeypatch, copies, nu
 
 def test_too_small_disk_is_said_at_the_first_step(tmp_path, monkeypatch):
     """Fault: it was said when the first checkpoint was written, hours later."""
-    run, free = Training(tmp_path), 2 * (58 + SPARE)
+    run, free = Training(tmp_path), 2 * (58 + SPARE_BYTES)
     (tmp_path / "older").write_bytes(bytes(1000))  # older checkpoints give way
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=free - 1001))
     run.train()
