@@ -24,15 +24,18 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     listed = isinstance(model, nn.ModuleList | nn.ModuleDict | nn.Sequential)
     found: list[nn.Module] = []
     for child in model.children():
-        found += [child] if listed and kinds[type(child)] > 1 else repeated_blocks(child)
+        if listed and kinds[type(child)] > 1:
+            found.append(child)
+        else:
+            found += repeated_blocks(child)
     return found
 
 
 def _is_block(module: nn.Module) -> bool:
+    if isinstance(module, nn.ModuleList | nn.ModuleDict):  # they are never called
+        return False
     parts = sum(any(True for _ in child.parameters()) for child in module.children())
-    return parts > 1 and not isinstance(
-        module, nn.ModuleList | nn.ModuleDict
-    )  # they are never called
+    return parts > 1
 
 
 def hidden_matrices(model: nn.Module) -> list[str]:
@@ -52,18 +55,22 @@ def hidden_matrices(model: nn.Module) -> list[str]:
     The two matrices of a LoRA adapter in a block are matrices like any other.
     """
     blocks = repeated_blocks(model)
-    within: list[nn.Module] = [inner for block in blocks for inner in block.modules()]
+    within: list[nn.Module] = []
+    for block in blocks:
+        within += block.modules()
     if not blocks:
         linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
         within += linear[:-1]
-    hidden = {parameter for module in within for parameter in _weights(module)}
+    hidden: set[Tensor] = set()
+    for module in within:
+        hidden.update(_weights(module))
     for module in _embeddings_and_named_outputs(model):
         hidden -= set(module.parameters())
-    return [
-        name
-        for name, p in model.named_parameters()
-        if p in hidden and p.requires_grad and p.ndim == 2
-    ]
+    names = []
+    for name, parameter in model.named_parameters():
+        if parameter in hidden and parameter.requires_grad and parameter.ndim == 2:
+            names.append(name)
+    return names
 
 
 def embeddings_and_outputs(model: nn.Module) -> set[Tensor]:
@@ -76,7 +83,9 @@ def embeddings_and_outputs(model: nn.Module) -> set[Tensor]:
     linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
     blocks = repeated_blocks(model)
     if blocks:
-        within = {inner for block in blocks for inner in block.modules()}
+        within: set[nn.Module] = set()
+        for block in blocks:
+            within.update(block.modules())
         outputs = [module for module in linear if module not in within]
     else:
         outputs = linear[-1:]
@@ -99,11 +108,9 @@ def _embeddings_and_named_outputs(model: nn.Module) -> list[nn.Module]:
 
 
 def _weights(module: nn.Module) -> Iterator[Tensor]:
-    return (
-        p
-        for name, p in module.named_parameters(recurse=False)
-        if name == "weight" or name.endswith("_weight")
-    )
+    for name, parameter in module.named_parameters(recurse=False):
+        if name == "weight" or name.endswith("_weight"):
+            yield parameter
 
 
 def _output(module: nn.Module) -> nn.Module | None:

@@ -271,11 +271,11 @@ def _components(claims: Sequence[Evidence], at: int) -> tuple[float, float, floa
     means = [claim.means()[at] for claim in claims]
     total = math.fsum(sizes)
     mean = math.fsum(size * value for size, value in zip(sizes, means, strict=True)) / total
-    inner = math.fsum(
-        size * (row[at] - value) ** 2
-        for claim, value in zip(claims, means, strict=True)
-        for size, row in zip(claim.sizes, claim.values, strict=True)
-    )
+    inside: list[float] = []
+    for claim, value in zip(claims, means, strict=True):
+        for size, row in zip(claim.sizes, claim.values, strict=True):
+            inside.append(size * (row[at] - value) ** 2)
+    inner = math.fsum(inside)
     outer = math.fsum(size * (value - mean) ** 2 for size, value in zip(sizes, means, strict=True))
     windows = sum(len(claim.sizes) for claim in claims)
     freedom = windows - len(claims)

@@ -11,6 +11,7 @@ file is allocated.
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import os
 import tempfile
@@ -47,11 +48,12 @@ def save_calibration(calibration: Calibration, path: Path) -> None:
     pairs = sorted(calibration.pairs.items(), key=lambda item: item[0])
     for number, (pair, honest) in enumerate(pairs):
         claims = honest.claims
-        tensors[f"{number}.values"] = floats([row for claim in claims for row in claim.values])
-        tensors[f"{number}.sizes"] = floats([size for claim in claims for size in claim.sizes])
-        tensors[f"{number}.windows"] = torch.tensor(
-            [len(claim.sizes) for claim in claims], dtype=torch.int64, device="cpu"
-        )
+        rows = itertools.chain.from_iterable(claim.values for claim in claims)
+        sizes = itertools.chain.from_iterable(claim.sizes for claim in claims)
+        counts = [len(claim.sizes) for claim in claims]
+        tensors[f"{number}.values"] = floats(list(rows))
+        tensors[f"{number}.sizes"] = floats(list(sizes))
+        tensors[f"{number}.windows"] = torch.tensor(counts, dtype=torch.int64, device="cpu")
         features = [[feature.name, feature.grain] for feature in honest.features]
         described.append({"pair": astuple(pair), "features": features})
     data = save(tensors, metadata={"shoal.calibration": VERSION, "pairs": json.dumps(described)})

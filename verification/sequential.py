@@ -14,6 +14,7 @@ its features share that. When this holds: docs/internals.md, "Odds against a pee
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 import struct
 from bisect import bisect_left, insort
@@ -45,10 +46,9 @@ class Reference:
         self.pair = pair
         self.honest = honest
         self._share = TOLERANCE if pair.prover == pair.verifier else ACROSS
-        self.columns = tuple(
-            sorted(column) for column in zip(*map(honest.scores, honest.claims), strict=True)
-        )
-        flat = [score for column in self.columns for score in column]
+        columns = zip(*map(honest.scores, honest.claims), strict=True)
+        self.columns = tuple(sorted(column) for column in columns)
+        flat = list(itertools.chain.from_iterable(self.columns))
         self.digest = hashlib.sha256(struct.pack(f">{len(flat)}d", *flat)).hexdigest()
 
     def scores(self, evidence: Evidence) -> tuple[float, ...]:

@@ -3,7 +3,7 @@ against pairs drawn among all.
 
 Every round each peer's values take a random step, then the pairs of the round take their mean.
 Buckets, their depth and the pairs are those of the production code (`shoal.swarm.membership`,
-`shoal.optim.exchange.base`); nobody is late, and no link is simulated. The variance left after
+`shoal.optim.exchange.pairing`); nobody is late, and no link is simulated. The variance left after
 averaging is what a partner that is drawn from fewer costs.
 """
 

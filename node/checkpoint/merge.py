@@ -149,11 +149,10 @@ def _source(path: Path, slow: bool) -> _Source:
                     "has no mean: merge models without it."
                 )
         # Beside tensors a module may keep anything (get_extra_state), of which there is no mean.
-        names = {
-            str(name): _text(tensor)
-            for name, tensor in trainer["model"].items()
-            if isinstance(tensor, TensorName)
-        }
+        names: dict[str, str] = {}
+        for name, tensor in trainer["model"].items():
+            if isinstance(tensor, TensorName):
+                names[str(name)] = str(tensor)
         if slow:
             slow_weights = trainer["optimizer"]["slow"]
             for own, tensor in zip(trainer["parameters"], slow_weights, strict=True):

@@ -15,6 +15,7 @@ from typing import Any
 from shoal.swarm.errors import printable
 
 LICENCE = "# license: apache-2.0        # choose one before you publish these weights"
+"""A line of the header, for the publisher to finish."""
 
 
 DATASET = re.compile(r"hf:([A-Za-z0-9_][\w.-]{0,95}/[A-Za-z0-9_][\w.-]{0,95})(?:/[\w.-]+)?(?::.*)?")

@@ -166,10 +166,9 @@ def _pack_apart(
 ) -> Any:
     if isinstance(apart, InnerTensors):
         tensors.format = FORMAT
-        inside = [
-            [name, _pack_apart(inner, value, tensors, place)]
-            for name, inner in apart.tensors.items()
-        ]
+        inside = []
+        for name, inner in apart.tensors.items():
+            inside.append([name, _pack_apart(inner, value, tensors, place)])
         return {"inner": [apart.kind, inside]}
     if apart.is_nested:
         raise UnpackableError(value, place, " that is nested")

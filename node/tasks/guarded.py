@@ -72,7 +72,8 @@ class Guarded(Task):
                 "returned a model of which every parameter is frozen: let some require a gradient",
             )
         for name, parameter in found.named_parameters():
-            if parameter.requires_grad and (fault := fault_of(parameter)):
+            fault = fault_of(parameter) if parameter.requires_grad else ""
+            if fault:
                 raise self._fault("model()", f"returned a model whose {name!r} {fault}")
         return found
 

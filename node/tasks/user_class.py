@@ -48,7 +48,8 @@ def _import_file(path: Path, spec_text: str, what: str) -> ModuleType:
             f"The file {str(path)!r} is no Python source: name a file that ends in .py."
         )
     import_beside(path.parent)
-    if hidden := _hidden(path):
+    hidden = _hidden(path)
+    if hidden is not None:
         raise HookError(
             f"The file {str(path)!r} imports {hidden!r}, and would not get the one beside it: an "
             "installed module has that name: give yours another."

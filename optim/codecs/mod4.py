@@ -34,8 +34,10 @@ from shoal.optim.codecs.memory import buffer
 from shoal.optim.codecs.quantized import blocks
 from shoal.optim.device import to_host
 
-BLOCK, HALF = 64, 32
-"""Values that have a range together, and those in the lower halves of their bytes."""
+BLOCK = 64
+"""Values that have a range together."""
+HALF = 32
+"""Those of them in the lower halves of their bytes."""
 BITS = 4
 LEVELS = 16
 SEED_BYTES = 8
@@ -65,8 +67,10 @@ FAR_PART = 0.5
 """The part of blocks refused beyond which a contribution is far as a whole."""
 FINEST_STEP = 2.0**-20
 """The smallest step, in a block's largest value: z is exact in float32."""
-LARGEST_EXPONENT, UNKNOWN = 127, -128
-"""The largest e, and what stands for a distance that is not known; the least is -127."""
+LARGEST_EXPONENT = 127
+"""The largest e; the least is -127."""
+UNKNOWN = -128
+"""Stands for the exponent of a distance that is not known."""
 WIDE_POINT = 2.0**13
 """z from which a digest's 64 products, of factors up to 255 and z / 16, could exceed 2^24, up to
 which float32 holds whole numbers."""

@@ -26,8 +26,10 @@ from shoal.optim.codecs.quantized import (
     check_sent,
 )
 
-CHUNK, SIDE = 4096, 64
-"""Values in a chunk, and in a row of a square one."""
+CHUNK = 4096
+"""Values in a chunk."""
+SIDE = 64
+"""Values in a row of a square chunk."""
 PART = 1 / 64
 """Of the values are kept by default, as in the paper."""
 MOST_PART = 0.25

@@ -196,7 +196,9 @@ def _check_modules(module: nn.Module, number: int, owner: dict[nn.Module, int]) 
 
 def _check_parts(parts: Sequence[Sequence[int]], parameters: Sequence[Tensor]) -> None:
     """Raise ValueError unless each parameter is in exactly one fragment, and none is empty."""
-    counts = Counter(position for part in parts for position in part)
+    counts: Counter[int] = Counter()
+    for part in parts:
+        counts.update(part)
     for position, parameter in enumerate(parameters):
         if counts[position] != 1:
             raise ValueError(

@@ -292,11 +292,9 @@ class OuterOptimizer(SavedState):
         if not at_once:  # otherwise nothing that it is made of changes before its mean is applied
             contribution = self._detached(contribution)
         first_rule = rules[0][0]
-        unweighted_count = (
-            first_rule.unweighted_count(len(contribution))
-            if isinstance(first_rule, AveragesEvenly)
-            else 0
-        )
+        unweighted_count = 0
+        if isinstance(first_rule, AveragesEvenly):
+            unweighted_count = first_rule.unweighted_count(len(contribution))
         compared = self.anchored and self.exchange.compares
         shown = self._weights.sketch(part) if compared else ()
         pending = PendingExchange(
@@ -435,8 +433,11 @@ class OuterOptimizer(SavedState):
             return
         logger.info(
             "round %d, fragment %d: the slow weights of %s differed; all have those of %s now.",
-            key.round, key.fragment, ", ".join(sorted(mean.states)), ", ".join(right),
-        )  # fmt: skip
+            key.round,
+            key.fragment,
+            ", ".join(sorted(mean.states)),
+            ", ".join(right),
+        )
         count = len(part)
         for index, slow in zip(part, outcome.tensors[:count], strict=True):
             self.move(index, slow)

@@ -81,12 +81,11 @@ def _uncompiled() -> AbstractContextManager[object]:
 
 
 def _tried(optimizer: torch.optim.Optimizer) -> float | None:
-    accelerators = {
-        parameter.device
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-        if parameter.device.type == "cuda"
-    }
+    accelerators: set[torch.device] = set()
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.device.type == "cuda":
+                accelerators.add(parameter.device)
     python_state = random.getstate()
     with torch.random.fork_rng(accelerators), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -292,11 +291,10 @@ def _kind(optimizer: torch.optim.Optimizer) -> object:
         # Lookahead's k and alpha, for one, are attributes.
         parts += [f"{name}={value!r}" for name, value in vars(one).items() if _plain(value)]
         for group in one.param_groups:
-            settings = [
-                f"{name}={value!r}" if _plain(value) else name
-                for name, value in group.items()
-                if name not in ("params", "lr", "initial_lr")
-            ]
+            settings = []
+            for name, value in group.items():
+                if name not in ("params", "lr", "initial_lr"):
+                    settings.append(f"{name}={value!r}" if _plain(value) else name)
             dimensions = sorted({parameter.dim() for parameter in group["params"]})
             device = {parameter.device.type for parameter in group["params"]}
             parts += [tuple(settings), tuple(dimensions), tuple(sorted(device))]

@@ -10,6 +10,7 @@ Which one is used where: docs/internals.md, "Two sketches".
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import random
 from collections.abc import Iterable
@@ -60,7 +61,7 @@ def sketches(tensors: Iterable[Tensor]) -> list[Tensor]:
         whole = flat.numel() // WIDTH * WIDTH
         rows = [chunk.view(-1, WIDTH).float().sum(0) for chunk in torch.split(flat[:whole], CHUNK)]
         chunks.append([*rows, flat[whole:]])
-    read = iter(to_host([piece for pieces in chunks for piece in pieces]))
+    read = iter(to_host(list(itertools.chain.from_iterable(chunks))))
     found: list[Tensor] = []
     for pieces in chunks:
         mine = torch.zeros(NUMBERS, dtype=torch.float64, device="cpu")

@@ -12,6 +12,7 @@ beside the inner optimizer's state of it, under "outer". All that is no tensor i
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -141,11 +142,10 @@ class TorchForm:
                 whole["in_flight"].append(record)
         whole["inner"] = saved.inner()
         whole["slow"] = saved.tensors("slow", shapes)
-        whole["rounding"] = {
-            index: saved.tensor(index, "rounding", shapes[index])
-            for index in progress["rounded"]
-            if index < len(shapes)
-        }
+        whole["rounding"] = {}
+        for index in progress["rounded"]:
+            if index < len(shapes):
+                whole["rounding"][index] = saved.tensor(index, "rounding", shapes[index])
         whole["rule"] = {}
         for name in progress["rule"]:
             own = [tensor.shape for tensor in rule[name]] if name in rule else shapes
@@ -187,14 +187,14 @@ class TorchForm:
     def _read(self, state: Mapping[str, Any]) -> _Saved:
         """Return a packed state as it is read, in this optimizer's order of parameters."""
         groups = state["param_groups"]
-        text = next((group[OUTER][PROGRESS] for group in groups if OUTER in group), None)
-        if text is None:
+        texts = [group[OUTER][PROGRESS] for group in groups if OUTER in group]
+        if not texts:
             raise ValueError(
                 "the saved state has no outer part, so it is not an outer optimizer's (load it "
                 "into the inner one), or it was read with flatten_optimizer_state_dict, which does "
                 "not keep it"
             )
-        keys = [key for group in groups for key in group["params"]]
+        keys = list(itertools.chain.from_iterable(group["params"] for group in groups))
         if len(keys) != len(self._every):
             raise ValueError(
                 f"the saved parameter groups have {len(keys)} parameters, this optimizer "
@@ -202,7 +202,7 @@ class TorchForm:
             )
         entries = [dict(state["state"].get(key, {})) for key in keys]
         outer = [entries[self._number[parameter]].get(OUTER, {}) for parameter in self._params]
-        return _Saved(groups, entries, outer, self._in_own_order(json.loads(text)))
+        return _Saved(groups, entries, outer, self._in_own_order(json.loads(texts[0])))
 
     def _in_own_order(self, progress: dict[str, Any]) -> dict[str, Any]:
         """Return ``progress`` with the parameters counted in this optimizer's order.

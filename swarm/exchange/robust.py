@@ -27,7 +27,7 @@ far from everybody's, and nothing distinguishes it from a hostile one. It must t
 weights, as a newcomer does.
 
 **Robust rules** (``outer.robust``). ClippedGossip (pairs) and CenteredClip (groups) of
-`shoal.optim.exchange.averaging` limit the influence of a contribution that passed. Their cost:
+`shoal.optim.exchange.robust_shares` limit the influence of a contribution that passed. Their cost:
 
 * *Pairs*: each side clips by its own radius, ``times`` the median of the distances that it saw, so
   partners no longer hold the same mean, and the mean over all peers is conserved only in exchanges

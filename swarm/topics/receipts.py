@@ -21,7 +21,7 @@ MAX_PEERS_NAMED = 12
 """Peers in one record."""
 MAX_TOKEN_RATIO = 4.0
 """Times this node's own tokens that a partner's count: weights in a mean differ by no more
-(`shoal.optim.exchange.base`).
+(`shoal.optim.exchange.weighted_mean`).
 """
 
 Amount = Annotated[float, Field(ge=0, le=MAX_COUNT)]

@@ -8,7 +8,7 @@ may be under way at once, one for each fragment.
 The matchmaking is of peers that finish a round at different times, without a coordinator and
 without waiting for the dead.
 
-Each peer computes its partner of the round (`shoal.optim.exchange.base`) and calls it. A call is
+Each peer computes its partner of the round (`shoal.optim.exchange.pairing`) and calls it. A call is
 answered
 
     accept    I am at that round and free for you
