@@ -57,14 +57,14 @@ class TextTask(Task):
         field: name of a record's text.
         tokenizer: bytes, a name on the hub, or a path that begins with . or / or ~.
         tokenizer_digest: the same on all nodes.
-        order: random (windows from random places of what is in memory), or epochs (each document
-            once); empty: epochs for streams.
+        order: random (windows from random places in memory), or epochs (each document once);
+            empty: epochs for streams.
         shuffle: tokens of a stream that are shuffled together.
         layers, width, heads, context: the model.
         batch: windows a step.
         max_bytes: most text held in memory.
-        lr, warmup: AdamW's peak learning rate, and the steps up to it or to Muon's; then a cosine
-            down to 10 %.
+        lr, warmup: AdamW's peak learning rate, and the steps up to it or Muon's; then a cosine
+            to 10 %.
 
     Raises DataError: an option is out of range, or (on first use) the text is missing or too short.
     """

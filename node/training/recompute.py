@@ -37,7 +37,8 @@ def recompute(model: nn.Module) -> None:
     for block in found:
         # An attribute of the module, so its hooks, which FSDP has too, stay outside. A partial of a
         # bound method is copied with it.
-        setattr(block, "forward", partial(_recomputing, block.forward))  # noqa: B010 (mypy takes it for a method)
+        # By setattr, for mypy takes the name for a method.
+        setattr(block, "forward", partial(_recomputing, block.forward))  # noqa: B010
     for module in model.modules():
         config: Any = getattr(module, "config", None)
         if hasattr(config, "use_cache"):
