@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.optim import FLOAT32, Distributed
+from shoal.optim.exchange import distributed
 from shoal.optim.exchange.base import Mean
 from shoal.optim.exchange.store_consensus import (
     ProcessCoordinates,
@@ -186,14 +187,16 @@ def test_a_group_that_hardly_ever_meets_again_is_not_kept(size, dropped):
         _consensus=consensus,
         _gloo=SimpleNamespace(mean=lambda *_: mean, drop=gone.append),
         _process=SimpleNamespace(peer=0),
-        _size=size,
-        _peers=list("012345"),
+        _pairing=distributed._Pairing(seed=0, peers=6, size=size),
         _timeout=1.0,
-        _forget=lambda round: None,
+        _kept=SimpleNamespace(add=lambda key, ticket: None),
     )
     ticket, payload = (
         SimpleNamespace(expected=(0, 1, 2), closed=threading.Event()),
         SimpleNamespace(codec=FLOAT32, message=None),
     )
-    assert exchange._meet(SimpleNamespace(ticket=ticket, offer=offer, payload=payload)) is mean
+    assert (
+        exchange._meet(SimpleNamespace(key=None, ticket=ticket, offer=offer, payload=payload))
+        is mean
+    )
     assert len(gone) == dropped
