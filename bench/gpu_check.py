@@ -29,9 +29,11 @@ from typing import Any
 
 import torch
 
+from shoal.node.batch_contents import to_device
+from shoal.node.batches import iterator_of
 from shoal.node.config.device import resolve_device
 from shoal.node.config.train_settings import OwnTraining, Precision
-from shoal.node.task import Shard, iterator_of, to_device
+from shoal.node.task import Shard
 from shoal.node.tasks.text import TextTask
 from shoal.node.training.inner_optimizer import make_inner
 from shoal.node.training.precision import DTYPES

@@ -24,7 +24,9 @@ from typing import Any
 
 import torch
 
-from shoal.node.task import Shard, iterator_of, to_device
+from shoal.node.batch_contents import to_device
+from shoal.node.batches import iterator_of
+from shoal.node.task import Shard
 from shoal.node.tasks.text import TextTask
 from shoal.node.training.inner_optimizer import make_inner
 from shoal.node.training.trainer import Trainer

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-DEEPEST = 8  # levels of tensors inside tensors
+MAX_DEPTH = 8
+"""Levels of tensors inside tensors."""
 
 
 @dataclass(frozen=True)
@@ -69,14 +70,15 @@ def taken_apart(tensor: Tensor, depth: int = 0) -> Tensor | InnerTensors:
     if is_plain(tensor):
         return tensor.detach()
     if hasattr(tensor, "__tensor_flatten__"):
-        if depth > DEEPEST:
-            raise OpaqueError(f" of tensors that are nested {DEEPEST} deep")
+        if depth > MAX_DEPTH:
+            raise OpaqueError(f" of tensors that are nested {MAX_DEPTH} deep")
         names, _ = tensor.__tensor_flatten__()
         inner = {}
         with torch.no_grad():
             for name in names:
                 part = getattr(tensor, name)
-                if not isinstance(part, Tensor):  # the mesh of a distributed tensor
+                # The mesh of a distributed tensor is none.
+                if not isinstance(part, Tensor):
                     raise OpaqueError(f", a class with parts that are no tensors ({name})")
                 inner[str(name)] = taken_apart(part, depth + 1)
         return InnerTensors(_kind(tensor), inner)
@@ -189,7 +191,8 @@ def copied(tensor: Tensor) -> Tensor:
     """Return a copy in memory of its own, of the same class."""
     try:
         apart = taken_apart(tensor)
-    except OpaqueError:  # such as a distributed one, which copies itself
+    # Such as a distributed one, which copies itself.
+    except OpaqueError:
         return tensor.detach().clone()
     if isinstance(apart, InnerTensors):
         return _made(apart, tensor)
@@ -248,10 +251,13 @@ def load_whole_model(model: torch.nn.Module, state: Mapping[str, Any]) -> None:
         if isinstance(own[name], Tensor) and not same_values(own[name], state[name]):
             with torch.no_grad():
                 own[name].copy_(state[name])
-    if not unloaded and not inner:
-        return
+    if unloaded or inner:
+        _check_shown(model, [*unloaded, *inner], state)
+
+
+def _check_shown(model: torch.nn.Module, names: Iterable[str], state: Mapping[str, Any]) -> None:
     shown = model.state_dict()
-    for name in [*unloaded, *inner]:
+    for name in names:
         if not same_values(shown[name], state[name]):
             raise ValueError(f"the model shows {name!r} in its state, but does not load it")
 
@@ -261,20 +267,23 @@ def same_values(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor) and not is_plain(one):
         one = taken_apart(one)
     if isinstance(one, InnerTensors) and isinstance(other, InnerTensors):
-        return one.tensors.keys() == other.tensors.keys() and all(
-            same_values(value, other.tensors[name]) for name, value in one.tensors.items()
-        )
-    if isinstance(one, Tensor) or isinstance(other, Tensor):
-        if not (isinstance(one, Tensor) and isinstance(other, Tensor)):
-            return False
-        return torch.equal(one.detach(), other.detach().to(one.device))
+        return _same_items(one.tensors, other.tensors)
     if isinstance(one, dict) and isinstance(other, dict):
-        if one.keys() != other.keys():
-            return False
-        return all(same_values(value, other[name]) for name, value in one.items())
+        return _same_items(one, other)
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
         return len(one) == len(other) and all(map(same_values, one, other))
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.equal(one.detach(), other.detach().to(one.device))
+    # A tensor compares with a number element by element.
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return False
     return bool(one == other)
+
+
+def _same_items(one: Mapping[Any, Any], other: Mapping[Any, Any]) -> bool:
+    if one.keys() != other.keys():
+        return False
+    return all(same_values(value, other[name]) for name, value in one.items())
 
 
 def _kind(tensor: Tensor) -> str:

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from shoal.node.console import ExitCode
+from shoal.node.exit_code import ExitCode
 from shoal.swarm.errors import ShoalError
 
 SMALLER = "make the model or its batches smaller, or end other programs"
@@ -36,8 +36,13 @@ _NO_MEMORY = (
 )
 _SERIAL = {"HIP": "AMD_SERIALIZE_KERNEL=3", "CUDA": "CUDA_LAUNCH_BLOCKING=1"}
 """What has a device report an error where it arises, by the word that begins it."""
-_folders: set[str] = set()  # in which files of the user's lie
-_modules: set[str] = set()  # top-level modules of the user's
+_folders: set[str] = set()
+"""In which files of the user's lie."""
+_modules: set[str] = set()
+"""Top-level modules of the user's."""
+MAX_DEVICE_CHARS = 200
+MAX_REASON_CHARS = 300
+"""Of an error inside a sentence of ours."""
 
 
 class UserCodeError(ShoalError):
@@ -59,19 +64,19 @@ class DeviceError(ShoalError):
     exit_code = ExitCode.DEVICE_FAILED
 
     def __init__(self, error: BaseException) -> None:
-        said = next(iter(str(error).splitlines()), "")[:200].rstrip(" .:") or type(error).__name__
-        kind = next((kind for kind in _SERIAL if f"{kind} " in said), None)
-        which = f"; {_SERIAL[kind]} shows which one it was" if kind else ""
+        first = next(iter(str(error).splitlines()), "")
+        said = first[:MAX_DEVICE_CHARS].rstrip(" .:") or type(error).__name__
+        which = ""
+        for kind, variable in _SERIAL.items():
+            if f"{kind} " in said:
+                which = f"; {variable} shows which one it was"
+                break
         super().__init__(
             f"An operation on the device failed ({said}), often because an index is too large, and "
             f"this came up only now{which}: mend that, or the driver, and go on from the last "
             "checkpoint with --resume."
         )
-        self.trace = (
-            user_trace(error)
-            if any(_is_users(frame) for frame, _ in traceback.walk_tb(error.__traceback__))
-            else ""
-        )
+        self.trace = user_trace(error) if _users_frames(error) else ""
 
 
 def belongs_to_user(*, folder: Path | None = None, module: str = "") -> None:
@@ -112,11 +117,9 @@ def calling(owner: object, function: str, through: object = None) -> Iterator[No
         yield
     except (Exception, SystemExit) as error:
         subject = getattr(owner, "user_subject", None)
-        if (
-            subject is None
-            or isinstance(error, ShoalError)
-            or not (through is None or blamed(error, through))
-        ):
+        if subject is None or isinstance(error, ShoalError):
+            raise
+        if through is not None and not blamed(error, through):
             raise
         raise failed(subject, function, error) from error
 
@@ -128,27 +131,30 @@ def failed(subject: str, function: str, error: BaseException) -> ShoalError:
     if device_failed(error):
         return DeviceError(error)
     said = f"{subject} failed in {function}: {summary(error)}"
-    return UserCodeError(
-        f"{said}: {SMALLER if out_of_memory(error) else 'mend it'}.", user_trace(error)
-    )
+    remedy = SMALLER if out_of_memory(error) else "mend it"
+    return UserCodeError(f"{said}: {remedy}.", user_trace(error))
 
 
 def summary(error: BaseException) -> str:
     """Return ``error`` in a few words, with the last line of the user's that it came from."""
     said = str(error).splitlines() or [""]
-    first = said[-1 if said[0].startswith("Caught ") else 0][:300].rstrip(
-        " .:"
-    )  # torch wraps an error of a DataLoader's worker
-    lines = [
-        (f.f_code.co_filename, line)
-        for f, line in traceback.walk_tb(error.__traceback__)
-        if _is_users(f)
-    ]
+    # torch wraps an error of a DataLoader's worker, whose own words come last.
+    is_wrapped = said[0].startswith("Caught ")
+    first = said[-1 if is_wrapped else 0][:MAX_REASON_CHARS].rstrip(" .:")
+    where = ""
+    frames = _users_frames(error)
     if isinstance(error, SyntaxError) and error.filename and error.lineno:
-        lines = [(error.filename, error.lineno)]
         first = error.msg
-    where = f" ({Path(lines[-1][0]).name}, line {lines[-1][1]})" if lines else ""
+        where = f" ({Path(error.filename).name}, line {error.lineno})"
+    elif frames:
+        frame, line = frames[-1]
+        where = f" ({Path(frame.f_code.co_filename).name}, line {line})"
     return f"{type(error).__name__}{': ' if first else ''}{first}{where}"
+
+
+def _users_frames(error: BaseException) -> list[tuple[FrameType, int]]:
+    """Return the frames of the user's code that ``error`` came through, with their lines."""
+    return [found for found in traceback.walk_tb(error.__traceback__) if _is_users(found[0])]
 
 
 def user_trace(error: BaseException) -> str:
@@ -184,14 +190,15 @@ def explained(error: Exception) -> ShoalError | None:
     """
     if device_failed(error):
         return DeviceError(error)
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if _is_users(frame)]
+    frames = _users_frames(error)
     if frames:
-        return failed("Your code", f"{frames[-1].f_code.co_name}()", error)
+        last, _ = frames[-1]
+        return failed("Your code", f"{last.f_code.co_name}()", error)
     if out_of_memory(error):
         why = next(iter(str(error).splitlines()), "") or type(error).__name__
         return ShoalError(
-            f"There is not enough memory ({why[:300]}): train a smaller model or batch, or end "
-            "other programs."
+            f"There is not enough memory ({why[:MAX_REASON_CHARS]}): train a smaller model or "
+            "batch, or end other programs."
         )
     return None
 

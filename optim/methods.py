@@ -43,7 +43,7 @@ class Memory:
     computed, and the own one where it is held too.
     """
     measured: tuple[float | None, float | None] = (None, None)
-    """Of all of it beyond `shoal.node.plan.FIXED_BYTES`, in bytes a parameter, where it was
+    """Of all of it beyond `shoal.node.plan.rows.FIXED_BYTES`, in bytes a parameter, where it was
     measured: with lag 0, and where a mean is applied later.
     """
 

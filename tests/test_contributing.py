@@ -21,7 +21,7 @@ import torch
 import shoal
 from shoal.node.cli.main import cli
 from shoal.node.config.settings import RLSettings
-from shoal.node.plan import ModelTensors, work_of
+from shoal.node.plan.rows import ModelTensors, work_of
 from shoal.optim import Simulation, codec_named, method_named
 from shoal.optim.rl import LOSSES, Completions
 from shoal.swarm.settings.outer import OuterSettings

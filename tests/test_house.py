@@ -146,7 +146,21 @@ PACKAGES = {
 }
 FREE = {
     "swarm": {"errors", "figures", "file_lock", "identity", "internal_errors", "refusals"},
-    "node": {"console", "home", "inner_tensors", "task", "user_code"},
+    "node": {
+        "batch_contents",
+        "batches",
+        "console",
+        "exit_code",
+        "free_memory",
+        "home",
+        "inner_tensors",
+        "listen_address",
+        "logs",
+        "lost_output",
+        "packages",
+        "task",
+        "user_code",
+    },
     "optim": {"device", "parameters"},
     "verification": set(),
 }

@@ -11,9 +11,9 @@ import time
 
 import pytest
 
-from shoal.node.console import free_memory
 from shoal.node.doctor import machine_checks
 from shoal.node.doctor.check import Note
+from shoal.node.free_memory import free_memory
 from shoal.node.runtime.display import processor_time
 from shoal.node.runtime.training_node import compute_last
 from shoal.node.training import resources

@@ -22,7 +22,7 @@ import pytest
 
 from shoal.node.cli.main import cli
 from shoal.node.config.settings import load
-from shoal.node.console import ExitCode
+from shoal.node.exit_code import ExitCode
 from shoal.node.task import Shard
 from shoal.node.tasks.loader import load_task
 from shoal.node.training.trainer import Trainer

@@ -11,9 +11,9 @@ import pytest
 from click.testing import CliRunner
 
 from shoal.node.cli.main import cli
-from shoal.node.console import ExitCode
 from shoal.node.doctor import diagnose as here
 from shoal.node.doctor.visit import Visit
+from shoal.node.exit_code import ExitCode
 from shoal.swarm.access.link import Link
 from shoal.swarm.errors import ShoalError
 

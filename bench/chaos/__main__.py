@@ -9,7 +9,9 @@ import click
 
 from bench.chaos.actor_options import LIES
 from shoal.node.cli.main import main
-from shoal.node.console import ExitCode, dumps, log_to_stderr
+from shoal.node.console import dumps
+from shoal.node.exit_code import ExitCode
+from shoal.node.logs import log_to_stderr
 
 
 @click.command(short_help="Train while nodes are killed, and measure the cost.")

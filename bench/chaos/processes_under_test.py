@@ -24,9 +24,9 @@ from bench.chaos import processes
 from bench.chaos.actor_options import HONEST, PROGRAM
 from bench.chaos.figures import Life
 from shoal.node.checkpoint.folder import steps as saved_steps
-from shoal.node.console import ExitCode
 from shoal.node.demo.liveness import DemoError
 from shoal.node.demo.nodes import Nodes, Process, read_line
+from shoal.node.exit_code import ExitCode
 
 END_S, END_EACH_S = (
     20.0,

@@ -8,7 +8,8 @@ from typing import Any
 import click
 
 from shoal.node.cli.main import main
-from shoal.node.console import ExitCode, dumps
+from shoal.node.console import dumps
+from shoal.node.exit_code import ExitCode
 
 
 @click.command(short_help="Simulate a swarm on a virtual clock.")

@@ -28,7 +28,7 @@ from shoal.node.checkpoint.folder import CheckpointError, listed
 from shoal.node.checkpoint.packing import ABLE, Packed, UnpackableError, pack, shown
 from shoal.node.checkpoint.snapshots import Snapshots
 from shoal.node.checkpoint.store import prove, save
-from shoal.node.console import FULL
+from shoal.node.lost_output import DISK_FULL
 from shoal.node.user_code import device_failed, out_of_memory
 from shoal.swarm.errors import Repeats
 
@@ -268,7 +268,7 @@ class CheckpointWriter:
             try:
                 write()
             except CheckpointError as error:
-                full = isinstance(error.__cause__, OSError) and error.__cause__.errno in FULL
+                full = isinstance(error.__cause__, OSError) and error.__cause__.errno in DISK_FULL
                 changed = free.is_set() and not copied  # by training, since they were written
                 if not full or changed or not self._make_room(full=True):
                     raise

@@ -20,7 +20,9 @@ from shoal.node.cli.options import (
     overrides,
     set_option,
 )
-from shoal.node.console import ExitCode, dumps, log_to_stderr
+from shoal.node.console import dumps
+from shoal.node.exit_code import ExitCode
+from shoal.node.logs import log_to_stderr
 
 
 @click.command(

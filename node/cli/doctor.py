@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import click
 
 from shoal.node.cli.options import json_option, verbose_option
-from shoal.node.console import dumps, log_to_stderr
+from shoal.node.console import dumps
+from shoal.node.logs import log_to_stderr
 
 if TYPE_CHECKING:
     from shoal.node.doctor.check import CheckOutcome, Verdict

@@ -1,6 +1,6 @@
 """The command line: ``shoal``.
 
-Flat verbs; results on stdout, everything else on stderr; exit codes in `shoal.node.console`.
+Flat verbs; results on stdout, everything else on stderr; exit codes in `shoal.node.exit_code`.
 
 Heavy imports (torch, hivemind) happen inside the commands, so that ``shoal --help`` and ``shoal
 id`` answer at once.
@@ -30,7 +30,8 @@ from shoal.node.cli.status import link, peers, status
 from shoal.node.cli.swarms import swarms
 from shoal.node.cli.verify import verify
 from shoal.node.cli.watch import watch
-from shoal.node.console import BUG, ExitCode, drop_lost_output, epilogue
+from shoal.node.exit_code import BUG, ExitCode, epilogue
+from shoal.node.lost_output import drop_lost_output
 from shoal.node.user_code import explained
 from shoal.swarm.errors import ShoalError
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 import click
 
-from shoal.node.console import log_to_stderr
+from shoal.node.logs import log_to_stderr
 
 TITLES = (
     "Options",

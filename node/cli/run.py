@@ -25,7 +25,9 @@ from shoal.node.cli.options import (
     verbose_option,
 )
 from shoal.node.cli.swarms import link_for
-from shoal.node.console import ExitCode, dumps, log_to_stderr
+from shoal.node.console import dumps
+from shoal.node.exit_code import ExitCode
+from shoal.node.logs import log_to_stderr
 
 if TYPE_CHECKING:
     from shoal.node.config.settings import Settings

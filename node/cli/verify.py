@@ -13,7 +13,8 @@ from typing import Any
 import click
 
 from shoal.node.cli.options import json_option
-from shoal.node.console import ExitCode, dumps
+from shoal.node.console import dumps
+from shoal.node.exit_code import ExitCode
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 CALIBRATING_CLAIMS = 32

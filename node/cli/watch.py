@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 import click
 
 from shoal.node.cli.options import logging_option
-from shoal.node.console import HERE, Address, parse_address, require
+from shoal.node.listen_address import HERE, Address, parse_address
+from shoal.node.packages import require
 
 if TYPE_CHECKING:
     from shoal.node.watch.events import Event

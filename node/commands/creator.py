@@ -125,9 +125,8 @@ def invite(
     identity = inviting_key(manifest, path)
     now = time.time()
     invitation = issue(identity, link.swarm, lives=lives, uses=uses, peer=peer, now=now)
-    invited = Link(link.swarm, link.bootstrap[:1], invitation).also(
-        link.bootstrap[1:]
-    )  # as many as fit beside it
+    # As many addresses as fit beside it.
+    invited = Link(link.swarm, link.bootstrap[:1], invitation).also(link.bootstrap[1:])
     return {
         "link": str(invited),
         "swarm": link.swarm,

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from shoal.node.plan import MEMORY_SOURCE, ModelTensors, RunCost, advise, rows, run_cost
+from shoal.node.plan.advice import advise
+from shoal.node.plan.rows import MEMORY_SOURCE, ModelTensors, rows
+from shoal.node.plan.run_cost import RunCost, run_cost
 from shoal.swarm.access.link import Link
 from shoal.swarm.errors import MessageError, NetworkError, ShoalError
 from shoal.swarm.exchange.cost import BUSY, GOOD, Line

@@ -20,10 +20,10 @@ from safetensors import SafetensorError, safe_open
 
 from shoal.node.checkpoint.export import ABOUT, README, WEIGHTS
 from shoal.node.config.device import resolve_device
-from shoal.node.console import free_memory
 from shoal.node.data.source import DataError
 from shoal.node.data.task_options import DIGEST, TEXT, TOKENIZER, options_of_member
 from shoal.node.data.tokenizer import BYTES, MAX_VOCABULARY, Tokenizer, load_tokenizer
+from shoal.node.free_memory import free_memory
 from shoal.node.tasks import text_size
 from shoal.node.tasks.gpt import GPT, sized
 from shoal.swarm.errors import ShoalError

@@ -6,7 +6,7 @@ import contextlib
 from importlib import resources
 from pathlib import Path
 
-from shoal.node.console import require
+from shoal.node.packages import require
 from shoal.swarm.errors import ShoalError
 
 FILES = ("README.md", "swarm.toml", "task.py")

@@ -155,17 +155,18 @@ def read_status(link: Link) -> dict[str, Any]:
     Raises StartupError, NetworkError, MessageError or AdmissionError.
     """
     with connected(link) as (identity, host, manifest):
-        clocks = host.submit(
-            compare_clocks(host, host.entry())
-        )  # members are not known yet, and with a wrong clock never
+        # Members are not known yet, and with a wrong clock never.
+        clocks = host.submit(compare_clocks(host, host.entry()))
         with closing(open_directory(identity, host, link, manifest)) as directory:
             members = directory.members()
             size = directory.size()
             departed = directory.departed()
             change = newest_change(host, link.swarm, manifest, members)
-        answered = [
-            address for address in link.bootstrap if address.rpartition("/p2p/")[2] in host.met
-        ]  # not the dead
+        # Not the dead.
+        answered: list[str] = []
+        for address in link.bootstrap:
+            if address.rpartition("/p2p/")[2] in host.met:
+                answered.append(address)
         lasting = lasting_link(
             link.swarm, members, seeds=host.seeds(), met=host.met, otherwise=answered
         )

@@ -29,8 +29,8 @@ from shoal.node.config.setting_types import (
     absolute,
     number_as_text,
 )
-from shoal.node.console import parse_address
 from shoal.node.home import HomeError
+from shoal.node.listen_address import parse_address
 from shoal.swarm.access.address import address_problem
 from shoal.swarm.settings.outer import Lag
 

@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from shoal.node.console import require
 from shoal.node.data.hub_name import PREFIX, DatasetName, is_path
 from shoal.node.data.sharding import is_in_shard
 from shoal.node.data.source import DataError, Document, Place, Skipped, place_number, reason
+from shoal.node.packages import require
 from shoal.node.task import Shard
 
 ANCHOR_EVERY_ROWS = 256

@@ -19,10 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoal.node.batches import Batches
 from shoal.node.data.sharding import stable_hash
 from shoal.node.data.source import DataError, DocumentSource, Place, no_document
 from shoal.node.data.tokenizer import Tokenizer
-from shoal.node.task import Batches, Shard
+from shoal.node.task import Shard
 
 EMPTY_EPOCHS = 64
 """Epochs without a document for this shard, as may happen with little text, after which an error is

@@ -18,10 +18,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from shoal.node.console import require
 from shoal.node.data.hub_name import PART, is_path
 from shoal.node.data.source import DataError, reason
 from shoal.node.home import expanded
+from shoal.node.packages import require
 
 BYTES = "bytes"
 FILE = "tokenizer.json"

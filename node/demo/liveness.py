@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from shoal.node.console import ExitCode
+from shoal.node.exit_code import ExitCode
 from shoal.node.runtime.display import ACTIVITY
 from shoal.node.runtime.run_options import METRICS
 from shoal.swarm.errors import ShoalError

@@ -17,8 +17,8 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
-from shoal.node.console import ExitCode
 from shoal.node.demo.liveness import DemoError, Liveness
+from shoal.node.exit_code import ExitCode
 from shoal.node.runtime.display import Display
 from shoal.node.runtime.run_options import handle_all
 from shoal.swarm.p2p.daemon_process import check_shared_memory

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from shoal.node.console import ExitCode
+from shoal.node.exit_code import ExitCode
 from shoal.node.user_code import explained
 from shoal.swarm.errors import ShoalError
 

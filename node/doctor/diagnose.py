@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from shoal.node.config.node_settings import default_identity_path
-from shoal.node.console import ExitCode
 from shoal.node.doctor import machine_checks, network_checks, swarm_checks
 from shoal.node.doctor.check import Check, CheckOutcome, Tell, examine
 from shoal.node.doctor.visit import Visit
+from shoal.node.exit_code import ExitCode
 from shoal.swarm.access.invitation import invited
 from shoal.swarm.access.link import Link
 from shoal.swarm.identity import Identity

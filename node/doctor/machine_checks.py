@@ -11,9 +11,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from shoal.node.console import FULL, free_memory
 from shoal.node.doctor.check import FaultError, Note, Tell
 from shoal.node.doctor.visit import Visit
+from shoal.node.free_memory import free_memory
+from shoal.node.lost_output import DISK_FULL
 from shoal.node.runtime.run_options import METRICS
 from shoal.swarm.errors import printable
 from shoal.swarm.p2p.listening import check_free
@@ -143,7 +144,7 @@ def disk(visit: Visit, tell: Tell) -> str:
         free = float(shutil.disk_usage(folder).free)
     except OSError as error:
         remedy = "start in a folder that you can write, or use --folder"
-        if error.errno in FULL:
+        if error.errno in DISK_FULL:
             remedy = "free some space, or use --folder elsewhere"
         raise FaultError(f"cannot write {where} ({error.strerror}): {remedy}.") from error
     if free < MIN_DISK_BYTES:

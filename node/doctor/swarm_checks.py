@@ -8,10 +8,11 @@ from collections.abc import Mapping
 from statistics import median
 from typing import TYPE_CHECKING
 
-from shoal.node.console import free_memory, plural
+from shoal.node.console import plural
 from shoal.node.doctor.check import CheckOutcome, FaultError, Note, Skip, Tell
 from shoal.node.doctor.machine_checks import GB
 from shoal.node.doctor.visit import Visit
+from shoal.node.free_memory import free_memory
 from shoal.swarm.access.link import MAX_ADDRESSES, Link
 from shoal.swarm.errors import NetworkError
 from shoal.swarm.p2p.stream import short

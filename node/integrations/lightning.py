@@ -19,9 +19,12 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 
-from shoal.node.integrations.own_loop import TakingPart
-from shoal.node.task import elements
+from shoal.node.batch_contents import elements
+from shoal.node.integrations.taking_part import TakingPart
 from shoal.swarm.errors import ShoalError
+
+LOSS_EVERY_STEPS = 10
+"""Between two looks at the loss."""
 
 
 class SwarmCallback(TakingPart, Callback):  # type: ignore[misc]
@@ -34,15 +37,18 @@ class SwarmCallback(TakingPart, Callback):  # type: ignore[misc]
     """
 
     _saved: dict[str, Any] | None = None
-    _steps = _tokens = 0
+    _steps = 0
+    """Of the trainer."""
+    _tokens = 0
+    """Elements of batches since the last step."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Come after all callbacks that may stop training, and before those that save."""
         if stage == "fit":
-            trainer.callbacks = sorted(
-                trainer.callbacks,
-                key=lambda one: 2 if isinstance(one, Checkpoint) else int(one is self),
-            )
+            others = [one for one in trainer.callbacks if one is not self]
+            before = [one for one in others if not isinstance(one, Checkpoint)]
+            savers = [one for one in others if isinstance(one, Checkpoint)]
+            trainer.callbacks = [*before, self, *savers]
 
     def state_dict(self) -> dict[str, Any]:
         return {} if self.opt is None else self.opt.whole_state()
@@ -53,7 +59,7 @@ class SwarmCallback(TakingPart, Callback):  # type: ignore[misc]
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Take over the swarm's weights, or go on from a checkpoint's.
 
-        ShoalError if the trainer cannot take part.
+        Raises ShoalError if the trainer cannot take part.
         """
         if trainer.world_size > 1 or len(trainer.optimizers) != 1:
             raise ShoalError(
@@ -62,14 +68,13 @@ class SwarmCallback(TakingPart, Callback):  # type: ignore[misc]
             )
         self._begin(self._saved, trainer.optimizers[0], pl_module)
         self._steps = trainer.global_step
-        by_step = [
-            one
-            for one in trainer.lr_scheduler_configs
-            if one.interval == "step" and one.frequency == 1
-        ]
+        by_step: list[Any] = []
+        for one in trainer.lr_scheduler_configs:
+            if one.interval == "step" and one.frequency == 1:
+                by_step.append(one.scheduler)
         steps = trainer.estimated_stepping_batches
         if math.isfinite(steps) and steps > 0:
-            self._follow((one.scheduler for one in by_step), int(steps))
+            self._follow(by_step, int(steps))
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -80,12 +85,12 @@ class SwarmCallback(TakingPart, Callback):  # type: ignore[misc]
         opt = self._begun()
         self._hold_ended()
         self._tokens += elements(batch)
-        if trainer.global_step != self._steps:  # otherwise gradients are being accumulated
+        # Otherwise gradients are being accumulated.
+        if trainer.global_step != self._steps:
             self._steps = trainer.global_step
             loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
-            if (
-                isinstance(loss, torch.Tensor) and opt.steps % 10 == 0
-            ):  # to look at it makes a GPU wait
+            # To look at it makes a GPU wait.
+            if isinstance(loss, torch.Tensor) and opt.steps % LOSS_EVERY_STEPS == 0:
                 self.session.report(float(loss))
             opt.count(self._tokens)
             self._tokens = 0
@@ -115,12 +120,10 @@ class SwarmCallback(TakingPart, Callback):  # type: ignore[misc]
     def _stopped(self, trainer: Trainer, epoch_over: bool) -> None:
         """Finish if no step follows, as the trainer's loop decides."""
         epochs = trainer.current_epoch + epoch_over
-        enough = epochs >= (trainer.min_epochs or 0) and trainer.global_step >= (
-            trainer.min_steps or 0
-        )
-        ended = (
-            0 <= trainer.max_steps <= trainer.global_step
-            or 0 < (trainer.max_epochs or -1) <= epochs
-        )
-        if self.opt is not None and (ended or (trainer.should_stop and enough)):
+        steps = trainer.global_step
+        has_least = epochs >= (trainer.min_epochs or 0) and steps >= (trainer.min_steps or 0)
+        has_all_steps = 0 <= trainer.max_steps <= steps
+        has_all_epochs = 0 < (trainer.max_epochs or -1) <= epochs
+        is_stopped = trainer.should_stop and has_least
+        if self.opt is not None and (has_all_steps or has_all_epochs or is_stopped):
             self._finish()

@@ -21,16 +21,14 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from pydantic import ValidationError
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from shoal.node.checkpoint.folder import CheckpointError, listed
 from shoal.node.checkpoint.store import load
@@ -42,133 +40,18 @@ from shoal.node.metrics.log import Metrics, RoundRecord
 from shoal.node.metrics.sinks import about, open_sinks
 from shoal.node.training.model_form import check_can_resume, forms
 from shoal.optim import OuterOptimizer, RoundInfo
-from shoal.optim.outer.inner import Inner, Stepped, all_parameters
+from shoal.optim.outer.inner import Inner
 from shoal.swarm.errors import ShoalError
 from shoal.swarm.training.record_keeper import RoundReport
 from shoal.swarm.training.session import Session
-from shoal.swarm.training.step_watch import goes_by_steps
 from shoal.swarm.wire.envelope import real
 from shoal.swarm.wire.record import NodeRecord, Round
 
-# What the callbacks of trainers share: one outer optimizer from the begin of training to its end,
-# and the weights to evaluate.
-
-
-class TakingPart:
-    """Base of a callback that takes part in the swarm of ``session`` while a trainer trains, once.
-
-    Args:
-        session: of this peer; its state is the model that is trained.
-        evaluate: "fast" evaluates the weights that this peer trains, "slow" the averaged ones.
-        options: as for `Session.optimizer`.
-    """
-
-    def __init__(self, session: Session, *, evaluate: str = "fast", **options: Any) -> None:
-        if evaluate not in ("fast", "slow"):
-            raise ShoalError(
-                f'The weights to evaluate are "fast" or "slow", not {evaluate!r}: choose one of '
-                "the two."
-            )
-        self.session = session
-        self.options = options
-        self.opt: OuterOptimizer | None = None
-        """The outer optimizer, from the begin of training on."""
-        self._slow = evaluate == "slow"
-        self._over = False
-        self._shown = ExitStack()
-        self._showing = False  # the slow weights
-        self._schedules: list[LRScheduler] = []
-        self._schedule_steps = 0
-        self._held: dict[LRScheduler, list[float]] = {}
-
-    def _begin(self, saved: dict[str, Any] | None, inner: Optimizer, model: nn.Module) -> None:
-        """Make the optimizer, from the state of an earlier one if it was ``saved``; a trainer that
-        begins again keeps its own.
-
-        ``inner``: the trainer's optimizer, which has to be one that an own loop could have, and
-        train the session's ``model``.
-        """
-        if self.opt is not None and not self._over:
-            return
-        weights = [p.detach().clone() for p in self.session.parameters] if saved is not None else []
-        trained = all_parameters(inner)
-        known = set(trained)
-        # One that is unfrozen later must be seen.
-        frozen = [p for p in model.parameters() if not p.requires_grad and p not in known]
-        stand_in = Stepped([*trained, *frozen], stands_for=inner)
-        self.opt = self.session.optimizer(stand_in, **self.options)
-        if saved is None:
-            return
-        with torch.no_grad():
-            for parameter, own in zip(self.session.parameters, weights, strict=True):
-                parameter.copy_(own)
-        self.opt.load_state_dict(saved)
-
-    def _begun(self) -> OuterOptimizer:
-        assert self.opt is not None  # the trainer begins before it steps
-        return self.opt
-
-    def _follow(self, schedules: Iterable[Any], steps: int) -> None:
-        """Step the trainer's ``schedules`` of ``steps`` on to where the swarm is, as `follow` of an
-        own loop's session does.
-        """
-        for schedule in schedules:
-            if not goes_by_steps(schedule):
-                log.warning(
-                    "the trainer's %s cannot follow the swarm: it does not go by steps",
-                    type(schedule).__name__,
-                )
-                continue
-            before = schedule.last_epoch
-            done = self.session.follow(schedule, steps)
-            if done > before:
-                log.info(
-                    "the learning-rate schedule begins at step %d of %d, where the swarm is",
-                    done,
-                    steps,
-                )
-                self._schedules.append(schedule)
-        self._schedule_steps = steps
-        self._hold_ended()
-
-    def _hold_ended(self) -> None:
-        """Keep a schedule that followed the swarm at its end: beyond it some rise again, and
-        others raise an error.
-        """
-        for schedule in self._schedules:
-            if schedule.last_epoch < self._schedule_steps:
-                continue
-            groups = schedule.optimizer.param_groups
-            rates = self._held.setdefault(schedule, [group["lr"] for group in groups])
-            for group, rate in zip(groups, rates, strict=True):
-                group["lr"] = rate
-            schedule.last_epoch = self._schedule_steps - 1  # the trainer steps it once more
-
-    def _show_slow(self) -> None:
-        """Evaluate on the slow weights from now on, if the callback is to."""
-        if self._slow and self.opt is not None and not self._over and not self._showing:
-            self._shown.enter_context(self.opt.averaged())
-            self._showing = True
-
-    def _show_fast(self) -> None:
-        """Give the model the weights back that are trained, as before training goes on or they are
-        saved.
-        """
-        self._showing = False
-        self._shown.close()
-
-    def _finish(self) -> None:
-        """Wait for pending exchanges, and average once more if the swarm does, once."""
-        if not self._over:
-            self._show_fast()
-            self._over = True
-            self.session.finish()
-
-
-PROGRESS_S = 0.5  # least seconds between two events of progress
-FILE = "metrics.jsonl"
-
 log = logging.getLogger(__name__)
+
+FILE = "metrics.jsonl"
+PROGRESS_EVERY_S = 0.5
+"""Between two events of progress, at least."""
 
 
 class RunError(ShoalError):
@@ -225,14 +108,13 @@ class Run:
         """
         if resume and listed(self.folder):
             self._restore()
-        given = {
-            "metrics": None if metrics is None else str(metrics),
-            "tensorboard": tensorboard,
-            "wandb": wandb,
-        }
-        named = {} if name is None else {"name": name}
+        given = {"folder": str(self.folder), "tensorboard": tensorboard, "wandb": wandb}
+        if name is not None:
+            given["name"] = name
+        if metrics is not None:
+            given["metrics"] = str(metrics)
         try:
-            self._node = NodeSettings.model_validate({"folder": str(self.folder), **named, **given})
+            self._node = NodeSettings.model_validate(given)
         except ValidationError as error:
             first = error.errors()[0]
             raise RunError(
@@ -250,7 +132,8 @@ class Run:
         self._recording: tuple[Session, OuterOptimizer, Metrics] | None = None
         self._base = 0
         self._shown = -math.inf
-        self._losses: list[float] = []  # since the last round
+        self._losses: list[float] = []
+        """Since the last round."""
         self._own_errors: dict[str, int] = {}
 
     def _state(self) -> dict[str, Any]:
@@ -337,8 +220,8 @@ class Run:
         """Say that a step is over: after ``opt.step()``, with its training loss, nats, which others
         see too (`Session.report`).
 
-        At the first one CheckpointError, if a checkpoint cannot hold what the model, the optimizer
-        or ``extra`` keeps, and TrainingError, if no run could go on from it.
+        Raises at the first one CheckpointError, if a checkpoint cannot hold what the model, the
+        optimizer or ``extra`` keeps, and TrainingError, if no run could go on from it.
         """
         session, opt, metrics = self._begun()
         self.step = self._base + opt.steps
@@ -346,7 +229,7 @@ class Run:
             self._losses.append(loss)
             session.report(loss)
         now = time.monotonic()
-        if now - self._shown >= PROGRESS_S:
+        if now - self._shown >= PROGRESS_EVERY_S:
             self._shown = now
             metrics.progress(self._record(session))
         self._saver.due |= self._every > 0 and self.step % self._every == 0

@@ -22,7 +22,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from shoal.node.checkpoint.folder import listed
 from shoal.node.checkpoint.store import load, save
-from shoal.node.integrations.own_loop import TakingPart
+from shoal.node.integrations.taking_part import TakingPart
 from shoal.swarm.errors import ShoalError
 from shoal.swarm.exchange.contribution import float32_digest
 from shoal.swarm.training.session_setup import parameters_of
@@ -42,28 +42,31 @@ class SwarmCallback(TakingPart, TrainerCallback):  # type: ignore[misc]
     (`FILE`), unless ``save_only_model``, and restored from the one in ``output_dir``.
     """
 
-    _saved = -1  # the step of the last checkpoint
-    _hook: RemovableHandle | None = None  # while the trainer evaluates
+    _saved = -1
+    """The step of the last checkpoint."""
+    _hook: RemovableHandle | None = None
+    """While the trainer evaluates."""
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Take over the swarm's weights, or go on from a checkpoint's.
 
-        ShoalError if the trainer cannot take part.
+        Raises ShoalError if the trainer cannot take part.
         """
         if args.world_size > 1:
             raise ShoalError(
                 f"The trainer has {args.world_size} processes: start one process for each peer, "
                 "without a distributed launcher."
             )
-        model: nn.Module = kwargs["model"]  # as the optimizer, handed to all callbacks
+        # As the optimizer, handed to all callbacks.
+        model: nn.Module = kwargs["model"]
         self._begin(_restored(args, state, model), kwargs["optimizer"], model)
+        schedule = kwargs.get("lr_scheduler")
         if state.max_steps > 0:
-            self._follow(filter(None, [kwargs.get("lr_scheduler")]), state.max_steps)
-        if (
-            state.global_step >= state.max_steps > 0
-        ):  # nothing is left to train, and the best model may be loaded next
+            self._follow([] if schedule is None else [schedule], state.max_steps)
+        # Nothing is left to train, and the best model may be loaded next.
+        if state.global_step >= state.max_steps > 0:
             self._finish()
         self._asked(args.eval_on_start, model)
 
@@ -105,14 +108,9 @@ class SwarmCallback(TakingPart, TrainerCallback):  # type: ignore[misc]
         model = kwargs.get("model")
         if model is None or args.save_only_model or not folder.is_dir():
             return
-        save(
-            folder / FILE,
-            state.global_step,
-            {
-                "weights": float32_digest(parameters_of(model)).hex(),
-                "outer": self._begun().whole_state(copy=False),
-            },
-        )
+        digest = float32_digest(parameters_of(model)).hex()
+        outer = self._begun().whole_state(copy=False)
+        save(folder / FILE, state.global_step, {"weights": digest, "outer": outer})
 
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -168,7 +166,9 @@ def _restored(
     if not state.global_step:
         return None
     place = _folder(args, state) / FILE
-    saved = load(place)[1] if listed(place) else {}
+    saved: dict[str, Any] = {}
+    if listed(place):
+        _, saved = load(place)
     if saved.get("weights") == float32_digest(parameters_of(model)).hex():
         outer: dict[str, Any] = saved["outer"]
         return outer

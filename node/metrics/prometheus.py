@@ -22,7 +22,7 @@ from typing import Any, Literal, NamedTuple
 import prometheus_client as prometheus
 from prometheus_client.exposition import MetricsHandler
 
-from shoal.node.console import Address
+from shoal.node.listen_address import Address
 from shoal.node.metrics.log import About, Fields, MetricsError, number
 from shoal.swarm.p2p.addresses import host_asked, is_loopback_host, range_of
 

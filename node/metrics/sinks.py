@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from shoal.node.config.node_settings import NodeSettings
-from shoal.node.console import MAX_PORT, parse_address, require
+from shoal.node.listen_address import MAX_PORT, parse_address
 from shoal.node.metrics.log import About, Fields, MetricsError, MetricsSink, Sinks, number, one_line
+from shoal.node.packages import require
 from shoal.swarm.membership.membership import SHOAL_VERSION, Membership
 
 SUMMARIES = ("start", "end")

@@ -17,7 +17,7 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from shoal.node.console import ExitCode
+from shoal.node.exit_code import ExitCode
 from shoal.node.parallel.job import FOLDER, LAUNCHER, STARTS
 from shoal.node.parallel.rank_process import PID, STOP, End, read_ends
 from shoal.swarm.errors import ShoalError

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from shoal.node.console import BUG, ExitCode
+from shoal.node.exit_code import BUG, ExitCode
 from shoal.node.parallel.job import LAUNCHER, Job
 from shoal.node.user_code import explained
 from shoal.swarm.errors import ShoalError

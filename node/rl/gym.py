@@ -24,7 +24,7 @@ import sys
 import threading
 from typing import Any
 
-from shoal.node.console import require
+from shoal.node.packages import require
 from shoal.node.rl.environment import EnvError, Option, Question
 
 log = logging.getLogger(__name__)

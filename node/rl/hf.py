@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from shoal.node.console import require
 from shoal.node.home import expanded
+from shoal.node.packages import require
 from shoal.node.rl.continuous_batch import ContinuousBatch
 from shoal.node.rl.policy import Choose, Completion, PolicyError
 from shoal.node.rl.sampling import chances, is_look_due, pad

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.node.console import require
+from shoal.node.packages import require
 from shoal.node.rl.completion_server import CompletionServer, Row
 from shoal.node.rl.hf import HF
 from shoal.node.rl.newest_weights import OlderWeights

@@ -17,13 +17,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from pydantic import ValidationError
 
+from shoal.node.batch_contents import to_device
+from shoal.node.batches import iterator_of
 from shoal.node.config.links import LINK
 from shoal.node.config.rl_settings import env_label
 from shoal.node.config.settings import ConfigError, Settings
 from shoal.node.data.task_options import TEXT, options_for_manifest
 from shoal.node.runtime.door import RL, task_label
 from shoal.node.runtime.result import write_json
-from shoal.node.task import Shard, Task, iterator_of, to_device
+from shoal.node.task import Shard, Task
 from shoal.node.tasks.text import TextTask
 from shoal.node.training import resources
 from shoal.node.training.inner_optimizer import parameter_split, resolved

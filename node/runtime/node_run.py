@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING
 
 from shoal.node.checkpoint import folder as checkpoints
 from shoal.node.config.device import resolve_device, use_threads
-from shoal.node.console import ExitCode, log_to_file, uncollected
+from shoal.node.exit_code import ExitCode
+from shoal.node.logs import log_to_file
 from shoal.node.metrics.log import Metrics
 from shoal.node.metrics.sinks import open_sinks
+from shoal.node.packages import uncollected
 from shoal.node.runtime.display import Activity
 from shoal.node.runtime.run_options import LOG, METRICS, RunOptions, network
 from shoal.swarm.identity import Identity

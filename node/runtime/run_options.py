@@ -24,7 +24,7 @@ from shoal.node.checkpoint.folder import steps
 from shoal.node.config.links import KNOWN_PEERS, LINK, read_link
 from shoal.node.config.peers import peer_lists
 from shoal.node.config.settings import Settings
-from shoal.node.console import ExitCode
+from shoal.node.exit_code import ExitCode
 from shoal.node.runtime.display import Display
 from shoal.node.training.resources import shares
 from shoal.swarm.access.link import Link

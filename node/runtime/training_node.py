@@ -20,7 +20,8 @@ from shoal.node.config.device import make_current, resolve_device
 from shoal.node.config.settings import Settings
 from shoal.node.metrics.log import Metrics, RoundRecord, Sinks
 from shoal.node.metrics.sinks import about
-from shoal.node.plan import ModelTensors, StartEstimate, memory_of, work_of
+from shoal.node.plan.rows import ModelTensors, memory_of, work_of
+from shoal.node.plan.run_cost import StartEstimate
 from shoal.node.runtime import resume
 from shoal.node.runtime.display import Activity
 from shoal.node.runtime.door import RL, check_size, continued, enter, make_task, own_steps

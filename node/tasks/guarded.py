@@ -12,15 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from shoal.node.task import (
-    NAMED,
-    Batches,
-    LoadedBatches,
-    NumberedBatches,
-    Shard,
-    Task,
-    iterator_of,
-)
+from shoal.node.batches import Batches, LoadedBatches, NumberedBatches, iterator_of
+from shoal.node.task import NAMED, Shard, Task
 from shoal.node.user_code import UserCodeError, calling
 from shoal.optim.outer.averaged import fault_of
 

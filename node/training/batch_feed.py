@@ -14,7 +14,9 @@ from typing import Any
 
 import torch
 
-from shoal.node.task import Batches, Shard, Task, iterator_of, to_device
+from shoal.node.batch_contents import to_device
+from shoal.node.batches import Batches, iterator_of
+from shoal.node.task import Shard, Task
 from shoal.node.training.loader import Loader
 from shoal.node.training.training_error import TrainingError
 from shoal.optim.device import copies_beside

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from shoal.node.task import leaves, mapped
-from shoal.node.task import parts as parts_of
+from shoal.node.batch_contents import leaves, mapped
+from shoal.node.batch_contents import parts as parts_of
 from shoal.node.training.training_error import TrainingError
 
 
@@ -56,7 +56,7 @@ def _uneven(batch: Any, count: int) -> str | None:
 
 def cut_batch(batch: Any, parts: int) -> list[Any]:
     """Return ``parts`` equal parts of ``batch``, in order, whatever holds its tensors
-    (`shoal.node.task`).
+    (`shoal.node.batch_contents`).
 
     Every tensor and array of which the first dimension is that of the first one (`batch_rows`) is
     cut along it, as a view; all else is the same in each part.

@@ -32,7 +32,9 @@ from torch.utils.data._utils import signal_handling
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.worker import _AckStartup
 
-from shoal.node.task import Batches, NumberedBatches, Task, mapped
+from shoal.node.batch_contents import mapped
+from shoal.node.batches import Batches, NumberedBatches
+from shoal.node.task import Task
 from shoal.node.user_code import UserCodeError, summary
 from shoal.swarm.errors import ShoalError
 
@@ -60,7 +62,7 @@ class Loader(Iterator[Any]):
     """Iterator over the batches of ``task``, without end if they have none.
 
     Args:
-        batches: the task's, at the place to begin (``shoal.node.task.iterator_of``).
+        batches: the task's, at the place to begin (``shoal.node.batches.iterator_of``).
         workers: processes that draw ahead; 0: the training process draws each batch when it is
             needed.
         pin: put batches into pinned memory, from which a GPU copies them while it computes.

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from shoal.node.console import free_memory
+from shoal.node.free_memory import free_memory
 from shoal.optim.methods import DEFAULT, METHODS
 from shoal.swarm.errors import ShoalError
 

@@ -5,6 +5,7 @@ prover and verifier.
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -179,7 +180,7 @@ def calibrate_spec(
         raise VerifyError(
             f"Cannot write {str(out)!r} ({error.strerror}): choose another file or its permissions."
         ) from error
-    pairs = [f"{prover} -> {verifier}" for prover in sides for verifier in sides]
+    pairs = [f"{prover} -> {verifier}" for prover, verifier in itertools.product(sides, sides)]
     warning = warning[:1].upper() + warning[1:]
     return {
         "policy": name,

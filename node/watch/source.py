@@ -27,7 +27,7 @@ from itertools import accumulate, islice
 from pathlib import Path
 from typing import Generic, TypeVar, cast
 
-from shoal.node.console import is_lost
+from shoal.node.lost_output import is_lost
 from shoal.node.watch.events import (
     MAX_LINE,
     BootstrapNode,

@@ -25,7 +25,8 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.log import server_logger
 
-from shoal.node.console import HERE, Address, dumps
+from shoal.node.console import dumps
+from shoal.node.listen_address import HERE, Address
 from shoal.node.watch.events import Event, WatchError
 from shoal.node.watch.source import EventSource, Timeline
 from shoal.node.watch.swarm_view import Peer, SwarmView, change_sentence, chart, faults_label

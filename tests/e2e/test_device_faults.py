@@ -4,7 +4,7 @@ last whole step saved.
 
 import pytest
 
-from shoal.node.console import ExitCode
+from shoal.node.exit_code import ExitCode
 
 AS_PROGRAM = ("-m", "shoal")  # which loads the stand-in anew, with its environment
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.node.console import ExitCode
+from shoal.node.exit_code import ExitCode
 
 FAILING = f"{Path(__file__).with_name('failing_trial_task.py')}:Failing"
 PLANTED = "RuntimeError: planted in the trial"

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 import torch
 
+from shoal.node.batch_contents import elements, leaves, to_device
 from shoal.node.config.train_settings import OwnTraining
-from shoal.node.task import Shard, Task, elements, leaves, to_device, tokens_in
+from shoal.node.task import Shard, Task, tokens_in
 from shoal.node.tasks.guarded import Guarded
 from shoal.node.training import batch_parts
 from shoal.node.training.loader import Loader

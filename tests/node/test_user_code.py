@@ -11,10 +11,10 @@ import torch
 from shoal.node.cli import main as command_line
 from shoal.node.commands import pull as pulling
 from shoal.node.config.settings import load
-from shoal.node.console import ExitCode
 from shoal.node.demo.nodes import Nodes
 from shoal.node.doctor import swarm_checks
 from shoal.node.doctor.check import Check, examine
+from shoal.node.exit_code import ExitCode
 from shoal.node.rl.loading import load_env
 from shoal.node.runtime.join import new_manifest
 from shoal.node.runtime.node_run import NodeRun

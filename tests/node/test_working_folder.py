@@ -24,11 +24,12 @@ from shoal.node.commands.scaffold import ScaffoldError, scaffold
 from shoal.node.config.node_settings import NodeSettings
 from shoal.node.config.rl_settings import RLSettings
 from shoal.node.config.settings import Settings
-from shoal.node.console import dumps, require
+from shoal.node.console import dumps
 from shoal.node.data.source import DataError
 from shoal.node.data.tokenizer import BYTES, load_tokenizer
 from shoal.node.demo import training_demo
 from shoal.node.integrations.own_loop import Run
+from shoal.node.packages import require
 from shoal.node.rl.environment import EnvError
 from shoal.node.rl.gym import Gym
 from shoal.node.rl.hf import load_hf
@@ -299,7 +300,8 @@ WRITES = """
 import logging, sys, click
 from types import SimpleNamespace
 from rich.console import Console
-from shoal.node.console import drop_lost_output, is_lost, log_to_stderr
+from shoal.node.logs import log_to_stderr
+from shoal.node.lost_output import drop_lost_output, is_lost
 from shoal.node.runtime.display import LiveDisplay, make_display
 drop_lost_output()
 log_to_stderr(False)
@@ -367,7 +369,7 @@ def test_full_disk_drops_messages_not_results():
     if not os.path.exists("/dev/full"):
         pytest.skip("no /dev/full")
     script = (
-        "import sys\nfrom shoal.node.console import "
+        "import sys\nfrom shoal.node.lost_output import "
         "drop_lost_output\ndrop_lost_output()\nprint('x', file=sys.{}, flush=True)"
     )
     with open("/dev/full", "w") as full:
@@ -414,7 +416,7 @@ def test_a_node_trains_to_its_end_and_saves(tmp_path):
 
 WATCHES = """
 import queue, sys, threading
-from shoal.node.console import drop_lost_output
+from shoal.node.lost_output import drop_lost_output
 from shoal.node.watch import source
 drop_lost_output()
 class Endless:

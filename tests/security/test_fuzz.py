@@ -135,7 +135,7 @@ DIGESTS = {
     "node/data/sharding.py:is_held_out",
     "node/rl/gym.py:Gym.question",
     "node/rl/task.py:RLTask._number",
-    "node/task.py:LoadedBatches._begin_epoch",
+    "node/batches.py:LoadedBatches._begin_epoch",
     "node/verify/material.py:seed_of",
     "optim/experimental/sparta.py:chosen",
     "swarm/membership/records.py:_first_bits",

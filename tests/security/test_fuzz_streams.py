@@ -24,7 +24,7 @@ import pytest
 from bench.sim.plan import SimPlan
 from bench.sim.world import World
 from shoal.node.config.settings import load
-from shoal.node.console import Address
+from shoal.node.listen_address import Address
 from shoal.node.metrics.prometheus import Endpoint
 from shoal.node.watch import web
 from shoal.swarm.access.policy import AccessPolicy

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 1024
 METRICS = """
 import time
-from shoal.node.console import Address
+from shoal.node.listen_address import Address
 from shoal.node.metrics.prometheus import Endpoint
 made = Endpoint(Address("127.0.0.1", 0))
 print(made.address.port, flush=True)

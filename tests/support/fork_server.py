@@ -27,7 +27,7 @@ import sys
 from contextlib import suppress
 from types import FrameType
 
-from shoal.node.console import uncollected
+from shoal.node.packages import uncollected
 
 COMMANDS = "shoal.node.cli.main"  # which the nodes run, by its name; nothing here depends on it
 REQUEST = 1 << 17  # bytes of a request: a name, a module and its arguments

@@ -19,6 +19,9 @@ from shoal import Shard, Task
 from shoal.node.data.source import DataError, Document
 from shoal.node.tasks.documents import read_documents
 
+HELD_OUT_ONE_IN = 16
+"""One document in so many is never trained on."""
+
 
 class Finetune(Task):
     """Task with ``base``: folder or name of a model; ``lora``: rank of an adapter, 0: none;
@@ -38,9 +41,9 @@ class Finetune(Task):
         self.lora = lora
         self.context = context
         self.batch = batch
-        self.lr = lr or (
-            1e-4 if base and not lora else 1e-3
-        )  # a model that was trained before forgets at more
+        # A model that was trained before forgets at more.
+        usual = 1e-4 if base and not lora else 1e-3
+        self.lr = lr or usual
         self.data = data
 
     @cached_property
@@ -62,15 +65,13 @@ class Finetune(Task):
                 "num_hidden_layers": 2,
                 "num_attention_heads": 4,
             }
-            model = AutoModelForCausalLM.from_config(
-                LlamaConfig(vocab_size=256, max_position_embeddings=1024, **small)
-            )
+            config = LlamaConfig(vocab_size=256, max_position_embeddings=1024, **small)
+            model = AutoModelForCausalLM.from_config(config)
         if self.lora:
             from peft import LoraConfig, get_peft_model
 
-            model = get_peft_model(
-                model, LoraConfig(r=self.lora, target_modules="all-linear", task_type="CAUSAL_LM")
-            )
+            adapter = LoraConfig(r=self.lora, target_modules="all-linear", task_type="CAUSAL_LM")
+            model = get_peft_model(model, adapter)
         module: nn.Module = model
         return module
 
@@ -78,15 +79,16 @@ class Finetune(Task):
         """Return the tokens of a shard; None: of the held-out documents, one in 16, chosen by name
         and so equal on all nodes.
         """
-        held = [document for document in self.documents if crc32(document.name.encode()) % 16 == 0]
-        training = [document for document in self.documents if crc32(document.name.encode()) % 16]
-        text = b"\n".join(
-            document.content for document in (training[shard.index :: shard.of] if shard else held)
-        )
+        held_out: list[Document] = []
+        training: list[Document] = []
+        for document in self.documents:
+            is_held_out = crc32(document.name.encode()) % HELD_OUT_ONE_IN == 0
+            (held_out if is_held_out else training).append(document)
+        chosen = training[shard.index :: shard.of] if shard else held_out
+        text = b"\n".join(document.content for document in chosen)
         if self.base:
-            found = torch.tensor(
-                AutoTokenizer.from_pretrained(self.base)(text.decode(errors="replace"))["input_ids"]
-            )
+            tokenizer = AutoTokenizer.from_pretrained(self.base)
+            found = torch.tensor(tokenizer(text.decode(errors="replace"))["input_ids"])
         else:
             found = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
         if len(found) <= self.context:
@@ -127,10 +129,8 @@ class Finetune(Task):
         take much memory.
         """
         device = next(model.parameters()).device
-        return (
-            sum(float(self.loss(model, part.to(device))) for part in torch.split(self.held_out, 8))
-            / 4
-        )
+        parts = torch.split(self.held_out, 8)
+        return sum(float(self.loss(model, part.to(device))) for part in parts) / len(parts)
 
     def inner_optimizer(self, params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         """Return AdamW, for the steps between two exchanges."""

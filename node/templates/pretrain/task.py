@@ -17,6 +17,9 @@ from shoal import Shard, Task
 from shoal.node.data.source import DataError, Document
 from shoal.node.tasks.documents import read_documents
 
+HELD_OUT_ONE_IN = 16
+"""One document in so many is never trained on."""
+
 
 class Model(nn.Module):
     """Transformer over bytes: int64 (batch, time) to logits (batch, time, 256)."""
@@ -71,11 +74,13 @@ class Pretrain(Task):
         """Return the bytes of a shard; None: of the held-out documents, one in 16, chosen by name
         and so the same on every node.
         """
-        held = [document for document in self.documents if crc32(document.name.encode()) % 16 == 0]
-        training = [document for document in self.documents if crc32(document.name.encode()) % 16]
-        text = b"\n".join(
-            document.content for document in (training[shard.index :: shard.of] if shard else held)
-        )
+        held_out: list[Document] = []
+        training: list[Document] = []
+        for document in self.documents:
+            is_held_out = crc32(document.name.encode()) % HELD_OUT_ONE_IN == 0
+            (held_out if is_held_out else training).append(document)
+        chosen = training[shard.index :: shard.of] if shard else held_out
+        text = b"\n".join(document.content for document in chosen)
         if len(text) <= self.context:
             raise DataError(
                 f"Only {len(text)} bytes of text are in this part: name more with --data, or use "

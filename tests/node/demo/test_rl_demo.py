@@ -4,8 +4,8 @@ import pytest
 from click.testing import CliRunner
 
 from shoal.node.cli.main import cli
-from shoal.node.console import ExitCode
 from shoal.node.demo.rl_demo import report, summary
+from shoal.node.exit_code import ExitCode
 
 LONELY = "this node trained alone though others were there"
 

@@ -18,12 +18,12 @@ from click.testing import CliRunner
 from shoal.node.cli.main import cli
 from shoal.node.commands.plan import measured_line
 from shoal.node.config.settings import load
-from shoal.node.console import ExitCode
 from shoal.node.doctor import diagnose as diagnosis
 from shoal.node.doctor import machine_checks, network_checks, swarm_checks
 from shoal.node.doctor.check import Check, CheckOutcome, Note, Skip, examine
 from shoal.node.doctor.diagnose import diagnose
 from shoal.node.doctor.visit import Visit
+from shoal.node.exit_code import ExitCode
 from shoal.node.runtime.join import new_manifest
 from shoal.node.tasks.loader import load_task
 from shoal.optim.parameters import AveragedParameters

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families as parse
 
-from shoal.node.console import Address, parse_address
+from shoal.node.listen_address import Address, parse_address
 from shoal.node.metrics.log import About, MetricsError, RoundRecord
 from shoal.node.metrics.prometheus import MEASURES, MOST_OF_RANGE, WAITS, Board, Endpoint, readings
 from shoal.node.metrics.sinks import PROGRESS_S, Curves

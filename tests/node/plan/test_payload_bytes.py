@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from shoal.node.plan import ModelTensors, work_of
+from shoal.node.plan.rows import ModelTensors, work_of
 from shoal.optim import METHODS, Alone, codec_named
 from shoal.swarm.settings.outer import OuterSettings
 from shoal.swarm.training.factories import make_outer

@@ -14,17 +14,9 @@ from shoal.node.cli.main import cli
 from shoal.node.commands import plan as command
 from shoal.node.commands.plan import Measured, PlanError, measured_line, plan
 from shoal.node.config.settings import load
-from shoal.node.plan import (
-    ESTIMATE_LATEST_S,
-    FIXED_BYTES,
-    ModelTensors,
-    StartEstimate,
-    advise,
-    choices,
-    rows,
-    run_cost,
-    work_of,
-)
+from shoal.node.plan.advice import advise
+from shoal.node.plan.rows import FIXED_BYTES, ModelTensors, choices, rows, work_of
+from shoal.node.plan.run_cost import ESTIMATE_LATEST_S, StartEstimate, run_cost
 from shoal.optim import METHODS, Alone
 from shoal.optim.schedule.schedules import Delayed
 from shoal.swarm.access.link import Link

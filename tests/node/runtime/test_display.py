@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from shoal.node.console import ExitCode, epilogue
+from shoal.node.exit_code import ExitCode, epilogue
 from shoal.node.metrics.log import Metrics, MetricsError, RoundRecord
 from shoal.node.runtime.display import (
     LINE_EVERY_S,

@@ -16,8 +16,9 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from shoal.node.batches import Batches, iterator_of
 from shoal.node.checkpoint import store as checkpoint
-from shoal.node.task import Batches, Shard, Task, iterator_of
+from shoal.node.task import Shard, Task
 from shoal.node.tasks.guarded import Guarded
 from shoal.node.tasks.text import TextTask
 from shoal.node.training.loader import Loader, LoadingError, _in_pieces

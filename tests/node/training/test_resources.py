@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from shoal.node.config.settings import load
-from shoal.node.console import free_memory
+from shoal.node.free_memory import free_memory
 from shoal.node.task import Shard, Task
 from shoal.node.tasks.gpt import GPT, Block
 from shoal.node.tasks.guarded import Guarded

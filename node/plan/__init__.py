@@ -1,0 +1,1 @@
+"""What settings cost over a link: every method and codec, one run, and advice."""
