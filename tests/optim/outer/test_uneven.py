@@ -220,12 +220,11 @@ def test_waits_are_at_most_one_slow_step(size, seconds, late):
         assert all(members[other] == met for met in members.values() for other in met)
 
 
-@pytest.mark.thinned(4)
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     ("method", "options"),
     [
         (partial(NoLoCo, lag=0), {"weight": by_tokens}),
-        (partial(LocalSGD, lag=0), {"weight": by_tokens}),
         (DiLoCo, {"momentum": 0.5, "weight": by_tokens}),
         (DiLoCo, {"momentum": 0.5}),
     ],
