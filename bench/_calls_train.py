@@ -30,7 +30,8 @@ from bench._table.methods import recipe
 from bench._table.train import Place, Spec, held_out, inner_optimizer
 from shoal.node.task import Shard
 from shoal.optim import OuterOptimizer, codec_named
-from shoal.optim.codecs.mod4 import PairMessage, for_pairs
+from shoal.optim.codecs.mod4 import for_pairs
+from shoal.optim.codecs.pair_message import PairMessage
 from shoal.optim.exchange.averaging import pair_mean
 from shoal.optim.exchange.base import Contribution, Exchange, Handle, Mean
 from shoal.optim.exchange.update_screen import TRUSTING

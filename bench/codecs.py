@@ -28,7 +28,8 @@ from torch import Tensor
 
 from shoal.node.config.device import resolve_device
 from shoal.optim import Codec, codec_named
-from shoal.optim.codecs.mod4 import Mod4Codec, PairMessage
+from shoal.optim.codecs.mod4 import Mod4Codec
+from shoal.optim.codecs.pair_message import PairMessage
 
 NAMES = (
     "float32,bfloat16,float16,int8,e3m0,sign,topk2,int8+ef,e3m0+ef,sign+ef,"

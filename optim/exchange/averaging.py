@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from shoal.optim.codecs.base import Codec
-from shoal.optim.codecs.mod4 import PairMessage, Reading
+from shoal.optim.codecs.pair_message import PairMessage, Reading
 from shoal.optim.codecs.registry import sent_by_senders
 from shoal.optim.exchange.base import Mean
 from shoal.optim.exchange.on_demand import held_at_once

@@ -29,7 +29,7 @@ from shoal.optim.codecs.base import Codec, Shape, check_finite
 from shoal.optim.codecs.bits import pack
 from shoal.optim.codecs.buffer_tail import BufferTailCodec
 from shoal.optim.codecs.floats import FLOAT32
-from shoal.optim.codecs.mod4 import PairMessage, Reading
+from shoal.optim.codecs.pair_message import PairMessage, Reading
 from shoal.optim.exchange.averaging import mean_of, pair_mean
 from shoal.optim.exchange.base import Mean
 from shoal.optim.exchange.polling import Pause

@@ -21,7 +21,8 @@ from typing import Any, Generic, TypeVar
 from torch import Tensor
 
 from shoal.optim.codecs.base import Codec, Shape
-from shoal.optim.codecs.mod4 import PairMessage, Reading, check_no_pair, for_pairs
+from shoal.optim.codecs.mod4 import check_no_pair, for_pairs
+from shoal.optim.codecs.pair_message import PairMessage, Reading
 from shoal.optim.exchange.averaging import mean_of, pair_mean
 from shoal.optim.exchange.base import Contribution, Exchange, Handle, Mean, RoundKey
 from shoal.optim.exchange.common_mean import common_mean

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from shoal.optim.codecs.base import check_sends_weights
 from shoal.optim.codecs.floats import FLOAT32
-from shoal.optim.codecs.mod4 import mixed
+from shoal.optim.codecs.pair_message import mixed
 from shoal.optim.codecs.partial import check_can_divide
 from shoal.optim.device import to_device
 from shoal.optim.exchange.base import Exchange, RoundKey

@@ -42,7 +42,8 @@ from torch import Tensor
 from shoal.optim.codecs.base import Codec, Shape, all_finite
 from shoal.optim.codecs.floats import FLOAT32, FloatCodec
 from shoal.optim.codecs.memory import buffer
-from shoal.optim.codecs.mod4 import PairMessage, Reading, for_pairs
+from shoal.optim.codecs.mod4 import for_pairs
+from shoal.optim.codecs.pair_message import PairMessage, Reading
 from shoal.optim.device import give_freed_back
 from shoal.optim.exchange.base import Contribution, Exchange, Handle, Mean, RoundKey
 from shoal.optim.exchange.on_demand import OnDemand, slabs

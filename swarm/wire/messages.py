@@ -173,7 +173,7 @@ class AdmissionReply(Message):
 MAX_REFUSED = 4096 * KIB
 Refused = Annotated[bytes, Field(max_length=MAX_REFUSED)]
 """The blocks of the receiver's contribution that the sender refused
-(`shoal.optim.codecs.mod4.Reading.bits`).
+(`shoal.optim.codecs.pair_message.Reading.bits`).
 """
 
 

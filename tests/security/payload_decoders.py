@@ -48,7 +48,7 @@ def codecs():
     half = Mod4Codec().post([tensor * 2 for tensor in tensors]).payload
     yield one(
         "payload mod4",
-        "optim/codecs/mod4.py:_stream",
+        "optim/codecs/pair_message.py:_stream",
         lambda data: message.read(torch.frombuffer(bytearray(data or b"-"), dtype=torch.uint8)),
         lambda: half.numpy().tobytes(),
         None,
@@ -61,7 +61,7 @@ def codecs():
     )
     yield Decoder(
         "refused blocks of mod4",
-        ("optim/codecs/mod4.py:PairMessage.refused",),
+        ("optim/codecs/pair_message.py:PairMessage.refused",),
         message.refused,
         lambda: [bytes(-(-len(message.own.sizes) // 8)), b"\xa5" * -(-len(message.own.sizes) // 8)],
         refuses=(ValueError,),

@@ -61,7 +61,8 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from itertools import islice
 
-from shoal.optim.codecs.mod4 import Reading, for_pairs
+from shoal.optim.codecs.mod4 import for_pairs
+from shoal.optim.codecs.pair_message import Reading
 from shoal.optim.exchange.averaging import mean_of, pair_mean
 from shoal.optim.exchange.base import Contribution, Mean
 from shoal.optim.exchange.update_screen import TRUSTING, UpdateScreen

@@ -38,7 +38,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from shoal.optim.codecs.memory import buffer
-from shoal.optim.codecs.mod4 import Reading
+from shoal.optim.codecs.pair_message import Reading
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.exchange.context import ExchangeTimeouts
 from shoal.swarm.exchange.contribution import ExchangeAttempt, Problem, Received
