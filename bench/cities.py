@@ -252,8 +252,11 @@ class Team:
         report = json.loads(said) if said else {"members": [], "findings": []}
         members = {
             member["name"]: {
-                key: member[key]
-                for key in ("state", "reach", "seen_s_ago", "exchanges", "failures")
+                "state": member["progress"]["state"],
+                "reach": member["link"]["reach"],
+                "seen_s_ago": member["seen_s_ago"],
+                "exchanges": member["faults"]["recent"],
+                "failures": dict(member["faults"]["failures"]),
             }
             for member in report["members"]
         }

@@ -188,9 +188,9 @@ def table(report: dict[str, Any]) -> str:
         f"{about}{plural(report['peers'], 'peer')}"
     )
     members = report["members"][:MOST]
-    rows = [_cells(member) for member in members]
+    rows = [_cells(member, report["fragments"]) for member in members]
     columns: tuple[str, ...] = COLUMNS
-    if any(member["ended"] or member["end"] for member in members):
+    if any(member["progress"]["finished"] or member["end"] for member in members):
         columns = (*COLUMNS, "end")
         rows = [[*cells, _end(member)] for cells, member in zip(rows, members, strict=True)]
     shown = grid(columns, rows, words=WORDS, width=WIDTH, title=title)
@@ -211,22 +211,27 @@ def table(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _cells(member: dict[str, Any]) -> list[str]:
+def _cells(member: dict[str, Any], fragments: int) -> list[str]:
+    progress = member["progress"]
+    exchanges = member["exchanges"]
+    link = member["link"]
+    loss = member["loss"]["training"]
+    speed = progress["steps_per_s"]
     return [
         member["name"],
         short(member["peer"]),
-        member["state"],
-        str(member["round"]),
-        str(member["step"]),
-        "-" if member["loss"] is None else f"{member['loss']:.4f}",
-        _seconds(member["step_s"]),
-        tokens_label(member["tokens_per_s"], member["mfu"]),
-        _seconds(member["exchange_s"]),
-        _seconds(member["wait_s"]),
-        lag_label(member["lag"], member["lag_auto"], member["late"]),
-        _failed(member),
+        progress["state"],
+        str(progress["round"] // fragments),
+        str(progress["step"]),
+        "-" if loss is None else f"{loss:.4f}",
+        _seconds(1 / speed if speed else None),
+        tokens_label(progress["tokens_per_s"], progress["mfu"]),
+        _seconds(exchanges["exchange_s"]),
+        _seconds(exchanges["round_wait_s"]),
+        lag_label(exchanges["lag_steps"], exchanges["lag_auto"], exchanges["late"]),
+        _failed(member["faults"]),
         member["shard"],
-        reach_label(member["reach"], member["throughput"]),
+        reach_label(link["reach"], link["bytes_per_s"]),
         f"{member['seen_s_ago']:.0f} s",
     ]
 
@@ -323,7 +328,7 @@ def _end(member: dict[str, Any]) -> str:
     """Return with whom a member averaged at its end, and how much lower its held-out loss is."""
     end = member["end"]
     if end is None:
-        return "waits for others" if member["ended"] else "-"
+        return "waits for others" if member["progress"]["finished"] else "-"
     if end["refused"]:
         return "own model: the mean was worse"
     if not end["members"]:
@@ -337,12 +342,12 @@ def _end(member: dict[str, Any]) -> str:
     return said
 
 
-def _failed(member: dict[str, Any]) -> str:
+def _failed(faults: dict[str, Any]) -> str:
     """Return how many exchanges failed of how many, and the most frequent kind of failure."""
-    failures: dict[str, int] = member["failures"]
-    if not member["exchanges"]:
+    if not faults["recent"]:
         return "-"
-    said = f"{sum(failures.values())}/{member['exchanges']}"
+    failures = dict(faults["failures"])
+    said = f"{sum(failures.values())}/{faults['recent']}"
     if failures:
         said += f" {max(failures, key=lambda kind: failures[kind])}"
     return said

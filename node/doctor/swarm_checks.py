@@ -78,8 +78,8 @@ def in_view(members: Mapping[str, Member], size: int) -> str:
         if member.reach == "unknown":
             continue
         reaches[member.reach] += 1
-        if member.throughput:
-            throughputs.setdefault(member.reach, []).append(member.throughput)
+        if member.bytes_per_s:
+            throughputs.setdefault(member.reach, []).append(member.bytes_per_s)
     ways: list[str] = []
     for reach, count in reaches.most_common():
         ways.append(f"{count} {reach_label(reach, median(throughputs.get(reach, [0.0])))}")

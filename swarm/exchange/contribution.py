@@ -459,15 +459,20 @@ class ExchangeStats:
                     found.add(peer)
         return len(found)
 
-    def report(self) -> dict[str, Any]:
-        """Return the fields of `shoal.swarm.wire.messages.Member` that describe the exchanges."""
+    def exchange_s(self) -> float:
+        """Return the seconds of transfer in one exchange, recently."""
         with self._lock:
-            events, seconds = list(self._events), list(self._seconds)
+            seconds = list(self._seconds)
+        return median(seconds) if seconds else 0.0
+
+    def report(self) -> dict[str, Any]:
+        """Return the fields of `shoal.swarm.wire.record.Faults` that describe the exchanges."""
+        with self._lock:
+            events = list(self._events)
         kinds = Counter(kind for _, _, kind in events if kind is not None)
         blamed = Counter((peer, kind) for _, peer, kind in events if kind is not None)
         return {
-            "exchange_s": median(seconds) if seconds else 0.0,
-            "exchanges": len(events),
+            "recent": len(events),
             "failures": tuple((kind, kinds[kind]) for kind in FAILURES if kind in kinds),
             "blamed": tuple(
                 (peer, kind, count) for (peer, kind), count in blamed.most_common(MAX_BLAMED)

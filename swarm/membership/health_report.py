@@ -10,15 +10,10 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from statistics import median_low
-from typing import TYPE_CHECKING
 
 from shoal.swarm.figures import duration
 from shoal.swarm.wire.envelope import Failure
 from shoal.swarm.wire.messages import Member
-
-if TYPE_CHECKING:
-    pass
-
 
 # Multiple of the median inner step (of two the quicker's): in rounds of steps the quicker partner
 # then waits half of its time.
@@ -252,7 +247,7 @@ def _own(peer: str, member: Member, members: Mapping[str, Member], failing: set[
         else:
             of_pair[other][kind] += count
     left = Counter(dict(member.failures)) - theirs
-    least = max(MIN_FAILURES, MIN_FAILURE_SHARE * member.exchanges)
+    least = max(MIN_FAILURES, MIN_FAILURE_SHARE * member.recent)
     if peer in failing or left.total() < least:
         return []
     worst = max(of_pair, key=lambda other: (of_pair[other].total(), other), default=None)
@@ -263,11 +258,11 @@ def _own(peer: str, member: Member, members: Mapping[str, Member], failing: set[
         (kind, _), *_ = of_pair[worst].most_common(1)
         return [
             f"{member.name} and {members[worst].name} fail with each other: {member.name} met "
-            f"{_kinds(of_pair[worst])} in its last {member.exchanges} exchanges; {REMEDY[kind]}."
+            f"{_kinds(of_pair[worst])} in its last {member.recent} exchanges; {REMEDY[kind]}."
         ]
     (kind, _), *_ = left.most_common(1)
     return [
-        f"{member.name} fails: of its last {member.exchanges} exchanges it met {_kinds(left)}; "
+        f"{member.name} fails: of its last {member.recent} exchanges it met {_kinds(left)}; "
         f"{REMEDY[kind]}."
     ]
 

@@ -8,42 +8,35 @@ import logging
 import math
 from collections.abc import Iterable, Mapping
 from statistics import fmean, median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shoal.swarm.changes import CHANGEABLE, Change, described
 from shoal.swarm.manifest import Manifest
-from shoal.swarm.wire.messages import Member
-
-if TYPE_CHECKING:
-    pass
-
 from shoal.swarm.membership.health_report import health_report
+from shoal.swarm.wire.messages import Member
+from shoal.swarm.wire.record import Exchanges, Faults, Group, LinkUse, Progress
 
 log = logging.getLogger(__name__)
 
 
-SHOWN = (
-    "name",
-    "peer",
-    "state",
-    "step",
-    "loss",
-    "steps_per_s",
-    "tokens_per_s",
-    "mfu",
-    "exchange_s",
-    "wait_s",
-    "lag",
-    "lag_auto",
-    "late",
-    "exchanges",
-    "internal_errors",
-    "reach",
-    "throughput",
-    "version",
-    "ended",
-)
-"""Fields of a record that are shown as they are."""
+GROUPS: dict[str, type[Group]] = {
+    "progress": Progress,
+    "exchanges": Exchanges,
+    "link": LinkUse,
+    "faults": Faults,
+}
+"""The groups of which a member states all or a part."""
+
+
+def grouped(member: Member) -> dict[str, Any]:
+    """Return what ``member`` states of its record, in the groups of it (`wire.record`)."""
+    stated = member.model_dump(mode="json")
+    found: dict[str, Any] = {"loss": {"training": stated["loss"]}}
+    for name, group in GROUPS.items():
+        found[name] = {field: stated[field] for field in group.model_fields if field in stated}
+    return found
+
+
 # Standard error, that of fewer than 16 in view, beyond which a number of peers says more than is
 # known.
 MAX_SHOWN_ERROR = 0.25
@@ -144,7 +137,6 @@ def overview(
     """
     ended = [member for member in (departed or {}).values() if member.end is not None]
     shown = sorted(members.values(), key=_by_name) + sorted(ended, key=_by_name)
-    fragments = int(manifest.outer.overlap().get("fragments", 1))
     return {
         "swarm": swarm,
         "name": manifest.name,
@@ -152,16 +144,16 @@ def overview(
         "method": manifest.outer.method,
         "every": manifest.outer.resolved().every,
         "optimizer": manifest.train.optimizer,
+        "fragments": int(manifest.outer.overlap().get("fragments", 1)),
         "changes": changes_shown(change, members),
         "peers": len(members) if size is None else size,
         "totals": totals(members, len(members) if size is None else size),
         "members": [
             {
-                **{name: getattr(member, name) for name in SHOWN},
-                "round": member.round // fragments,
-                "step_s": 1 / member.steps_per_s if member.steps_per_s else None,
-                "failures": dict(member.failures),
-                "missing": list(member.missing_names),
+                "name": member.name,
+                "peer": member.peer,
+                "version": member.version,
+                **grouped(member),
                 "shard": f"{member.shard}/{member.shards}",
                 "seen_s_ago": round(max(now - member.issued, 0.0), 1),
                 "end": None if member.end is None else member.end.model_dump(mode="json"),

@@ -53,13 +53,11 @@ class OwnRecord:
 
         Raises pydantic's ValidationError if `Member` does not allow a field, or lacks one.
         """
-        link = self.link()
         return Member(
             swarm=self._swarm,
             peer=self._peer,
             addresses=self._addresses()[:MAX_ADDRESSES],
-            reach=link.reach,
-            throughput=link.bytes_per_s,
+            **dict(self.link()),
             issued=self._now(),
             admission=self._ticket(),
             change=self.change(),

@@ -230,34 +230,25 @@ class Diagnosis:
 
     def details(self) -> dict[str, Any]:
         """Return the fields of this node's ``Member`` that have defaults."""
-        suspected = self.absence.suspected
         return {
-            **self.stats.report(),
+            **self.faults(),
+            **self.seconds(),
             "internal_errors": self.stats.errors.total,
-            "wait_s": self._round_wait_s(),
-            "partnerless": self._partnerless,
             "sketch": self._sketch(),
-            **(suspected.fields() if suspected is not None else {}),
         }
-
-    def _round_wait_s(self) -> float:
-        return sum(self._waits) / len(self._waits) if self._waits else 0.0
 
     def seconds(self) -> dict[str, float]:
         """Return the fields of `shoal.swarm.wire.record.Exchanges` that are recent seconds."""
         return {
-            "exchange_s": self.stats.report()["exchange_s"],
-            "round_wait_s": self._round_wait_s(),
+            "exchange_s": self.stats.exchange_s(),
+            "round_wait_s": sum(self._waits) / len(self._waits) if self._waits else 0.0,
         }
 
     def faults(self) -> dict[str, Any]:
         """Return the fields of `shoal.swarm.wire.record.Faults` about others and the network."""
-        report = self.stats.report()
         suspected = self.absence.suspected
         return {
-            "recent": report["exchanges"],
-            "failures": report["failures"],
-            "blamed": report["blamed"],
+            **self.stats.report(),
             "partnerless": self._partnerless,
             **(suspected.fields() if suspected is not None else {}),
         }

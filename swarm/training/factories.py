@@ -38,12 +38,12 @@ def still_training(members: Mapping[str, Member]) -> dict[str, Member]:
     """Return those of ``members`` whose last step is not done: rounds of training are among
     them.
     """
-    return {peer: member for peer, member in members.items() if not member.ended}
+    return {peer: member for peer, member in members.items() if not member.finished}
 
 
 def at_their_end(members: Mapping[str, Member]) -> dict[str, Member]:
     """Return those of ``members`` whose last step is done."""
-    return {peer: member for peer, member in members.items() if member.ended}
+    return {peer: member for peer, member in members.items() if member.finished}
 
 
 def make_screen(outer: OuterSettings) -> DistanceScreen:

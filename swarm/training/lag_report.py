@@ -69,7 +69,7 @@ class LagReport:
             self._waits.clear()
 
     def details(self) -> dict[str, Any]:
-        return {"lag": self._opt.lag, "lag_auto": self._opt.lag_auto, "late": self.late}
+        return {"lag_steps": self._opt.lag, "lag_auto": self._opt.lag_auto, "late": self.late}
 
     def news(self) -> list[Notice]:
         """Return a sentence, once, if the link does not carry the settings: exchanges take longer

@@ -2,7 +2,7 @@
 model.
 
 Gossip leaves every peer with a model of its own, and the mean of all is better than each. A node
-whose last step is done says so in its record (`Member.ended`), takes part in no more rounds, and
+whose last step is done says so in its record (`Member.finished`), takes part in no more rounds, and
 waits for those that will end soon by their own speed, up to `LONGEST_WAIT_S`. The mean is that of a
 group exchange (`shoal.swarm.exchange.group`) with protocols and rounds of its own, so it has that
 one's guarantees: all who take it take the same bits, or go on with their own. A second try follows
@@ -281,10 +281,10 @@ class LastAverage(Exchange):
         """
         members = self._directory.members()
         now = time.monotonic()
-        begun = self.ended or any(member.ended for member in members.values())
+        begun = self.ended or any(member.finished for member in members.values())
         found = {}
         for peer, member in members.items():
-            there = member.ended or (peer == self._me and self.ended) or not begun
+            there = member.finished or (peer == self._me and self.ended) or not begun
             if there or now < self._waited_until(peer, member, now):
                 found[peer] = member.model_copy(update={"round": 0})
         return found

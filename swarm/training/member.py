@@ -130,7 +130,7 @@ class TrainingMember:
             "model": self._model,
             "state": state,
             "version": SHOAL_VERSION,
-            "ended": self.records.finished,
+            "finished": self.records.finished,
             "end": None if self._end is None else self._end.record(self._name),
         }
 
@@ -150,12 +150,18 @@ class TrainingMember:
             "mfu": share(rates.mfu),
             **self.lag_report.details(),
         }
+        record = self.record()
         if self.reporter is not None:
-            self.reporter.progress(self.record())
+            self.reporter.progress(record)
+        faults = {
+            "daemon_restarts": record.faults.daemon_restarts,
+            "contributions_refused": record.faults.contributions_refused,
+        }
         details = {} if self._sync is None else self._sync.diagnosis.details()
         if self._end is not None:
-            details |= {"sketch": None, "missing_names": ()}  # a record has no room for all
-        self._membership.directory.announce(**fields, **details, **speed)
+            # A record has no room for all.
+            details |= {"sketch": None, "missing_names": ()}
+        self._membership.directory.announce(**fields, **faults, **details, **speed)
 
     def record(self) -> NodeRecord:
         """Return this node's record as of now, with what was announced last."""

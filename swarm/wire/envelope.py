@@ -163,6 +163,7 @@ Label = Annotated[str, Field(min_length=1, max_length=64), AfterValidator(_print
 SHORT_NAME = 16  # characters
 ShortLabel = Annotated[str, Field(min_length=1, max_length=SHORT_NAME), AfterValidator(_printable)]
 MAX_ADDRESS = 256  # characters of an address in a message
+Version = Annotated[str, Field(pattern=r"^[!-~]{1,64}$")]
 Address = Annotated[str, Field(max_length=MAX_ADDRESS, pattern=r"^/[\x21-\x7e]+$")]
 Reason = Annotated[str, BeforeValidator(_sentence), Field(max_length=512)]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]

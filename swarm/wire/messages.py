@@ -11,9 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from shoal.swarm.wire.envelope import (
     ENVELOPE,
-    FAILURES,
     KIB,
-    MAX_BLAMED,
     MAX_COUNT,
     MAX_EXTRA,
     MAX_NAMES,
@@ -21,14 +19,12 @@ from shoal.swarm.wire.envelope import (
     Bytes,
     Count,
     Digest,
-    Failure,
     Label,
     Message,
     Moment,
     Nonce,
     PeerId,
     Rate,
-    Reach,
     Real,
     Reason,
     Seconds,
@@ -39,9 +35,10 @@ from shoal.swarm.wire.envelope import (
     Sketch,
     SwarmId,
     Token,
+    Version,
     Weight,
 )
-from shoal.swarm.wire.record import MAX_MISSING
+from shoal.swarm.wire.record import MAX_MISSING, Faults, LinkUse, State
 
 
 class MemberEnd(BaseModel):
@@ -59,11 +56,16 @@ class MemberEnd(BaseModel):
     refused: bool = False
 
 
-class Member(Message):
-    """One peer's entry in the directory."""
+class Member(Message, LinkUse, Faults):
+    """One peer's entry in the directory.
+
+    Its fields are those of `shoal.swarm.wire.record`, all of two groups and a part of others, and
+    lie flat: with the names of groups the largest would not fit. What the node trains and where it
+    is in the swarm is here alone.
+    """
 
     KIND = "member"
-    VERSION = 2
+    VERSION = 3
     LIMIT = 5 * KIB
     AUTHOR = "peer"
     swarm: SwarmId
@@ -73,63 +75,32 @@ class Member(Message):
     round: Count
     step: Count
     loss: Real | None
-    """Nats."""
+    """That of training, nats."""
     steps_per_s: Rate
-    """Inner steps."""
     shard: Annotated[int, Field(ge=0, lt=MAX_COUNT)]
     shards: Annotated[int, Field(ge=1, le=MAX_COUNT)]
     model: Digest
-    state: Literal["waiting", "training", "leaving", "done"]
+    state: State
     issued: Moment
     """Unix seconds."""
-    version: Label
+    version: Version
     admission: Annotated[bytes, Field(max_length=KIB)] = b""
-    """Its packed `Admission` (`shoal.swarm.access.invitation`), in a swarm by invitation only."""
+    """Its packed admission, in a swarm that is by invitation only."""
     exchange_s: Seconds = 0.0
-    """Recent seconds of transfer in one exchange."""
-    wait_s: Seconds = 0.0
-    """For which training stood still in a round."""
-    lag: Count = 0
-    """Inner steps that training goes on during an exchange."""
+    round_wait_s: Seconds = 0.0
+    lag_steps: Count = 0
     lag_auto: bool = False
-    """Whether the node chooses ``lag`` by itself."""
     late: Count = 0
-    """Exchanges so far that came after theirs."""
-    exchanges: Count = 0
-    failures: Annotated[tuple[tuple[Failure, Count], ...], Field(max_length=len(FAILURES))] = ()
-    """Among its last ``exchanges``, by kind."""
-    blamed: Annotated[tuple[tuple[PeerId, Failure, Count], ...], Field(max_length=MAX_BLAMED)] = ()
-    """The peers in most of them."""
-    partnerless: tuple[Failure | Literal["nobody", "model", "taken"], Count] | None = None
-    """Why its last rounds had no partner, and how many."""
-    internal_errors: Count = 0
-    """Errors of its own code since its start, which no peer caused."""
-    missing: Count = 0
-    """Of ``missing_of`` members, lost sight of at about the same moment."""
-    missing_of: Count = 0
-    missing_within_s: Seconds = 0.0
-    missing_names: Annotated[tuple[ShortLabel, ...], Field(max_length=MAX_MISSING)] = ()
     tokens_per_s: Rate = 0.0
-    """Recently, without waiting for others; 0 where none are counted."""
     mfu: Share | None = None
-    """Model FLOPs utilisation, a share of the device's published peak."""
     sketch: Sketch | None = None
     """The round and fragment that it finished last, and a sketch of its slow weights then.
 
     Only where the method keeps them equal on all peers.
     """
-    reach: Reach = "unknown"
-    """Who can dial it, as peers found that it asked, and if nobody can, which way its exchanges
-    take.
-    """
-    throughput: Rate = 0.0
-    """Bytes a second that exchanges moved each way; 0 where none was large enough to tell."""
     change: Count = 0
     """Number of the newest `shoal.swarm.changes.Change` that it holds; 0: none."""
-    ended: bool = False
-    """Whether its last step is done, and it waits for the others to average once more: it is in no
-    more rounds.
-    """
+    finished: bool = False
     end: MemberEnd | None = None
     """What that came to, in the record with which it leaves; a node then states no
     ``missing_names`` and no ``sketch``, for which there may be no room.

@@ -169,9 +169,9 @@ def test_late_joiner_takes_over_and_exchanges(shared, swarm, eventually):
         "noloco",
         "slow.py:Slow",
     )
-    assert first["state"] == "training"
-    assert first["round"] > 0
-    assert first["loss"] is not None
+    assert first["progress"]["state"] == "training"
+    assert first["progress"]["round"] > 0
+    assert first["loss"]["training"] is not None
 
     result = late.json(60)
     assert "took over the swarm's weights at round" in late.said()

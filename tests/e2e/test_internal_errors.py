@@ -35,7 +35,7 @@ def test_errors_of_its_own_are_seen_by_status_and_doctor(shoal, eventually):
 
     def seen():
         members = shoal.start("status", link, "--json").json()["members"]
-        counts = {member["name"]: member["internal_errors"] for member in members}
+        counts = {member["name"]: member["faults"]["internal_errors"] for member in members}
         return counts.keys() == {*NAMES} and all(counts.values())
 
     eventually(seen, 90, "records with the errors")

@@ -92,7 +92,7 @@ def test_nodes_behind_two_nats_meet_through_a_seed_and_average(internet, shoal, 
 
     def punched():
         report = shoal.start("status", link, "--json", before=internet.enter("seed")).json()
-        return {m["name"]: m["reach"] for m in report["members"]} == {
+        return {m["name"]: m["link"]["reach"] for m in report["members"]} == {
             "anna": "punched",
             "bert": "punched",
         }
@@ -159,7 +159,7 @@ def test_status_says_who_can_be_dialled(internet, shoal, eventually):
 
     def told():
         report = shoal.start("status", link, "--json", before=internet.enter("seed")).json()
-        found = {m["name"]: m["reach"] for m in report["members"]}
+        found = {m["name"]: m["link"]["reach"] for m in report["members"]}
         return found == {"anna": "direct", "bert": "unreachable"} and report["findings"]
 
     (finding,) = eventually(told, 90, "both said to be what they are")
@@ -242,7 +242,7 @@ def test_open_router_is_dialled_by_a_private_node(
                 status.json() if status.wait() == 0 else {"members": []}
             )  # nobody else can be asked, and it not yet
             return (
-                [m["reach"] for m in report["members"]] == [reach]
+                [m["link"]["reach"] for m in report["members"]] == [reach]
                 and all(each in report["link"] for each in shown)
                 and report
             )

@@ -146,7 +146,7 @@ def test_a_record_holds_whatever_exchanges_come_to(events, waited):
         {name: value for name, value in good(Member).model_dump().items() if name not in HELD},
         **report.details(),
     )
-    assert found.exchanges == min(len(events), WINDOW)
+    assert found.recent == min(len(events), WINDOW)
 
 
 HELD = {
@@ -155,10 +155,10 @@ HELD = {
     "addresses",
     "issued",
     "exchange_s",
-    "exchanges",
+    "recent",
     "failures",
     "blamed",
-    "wait_s",
+    "round_wait_s",
     "sketch",
     "partnerless",
     "internal_errors",

@@ -92,7 +92,7 @@ class EndingSwarm:
         now = self.loop.time()
         return {
             peer.id: member_of(
-                peer.id, name=peer.name, step=STEP, model=MODEL, issued=EPOCH, ended=True
+                peer.id, name=peer.name, step=STEP, model=MODEL, issued=EPOCH, finished=True
             )
             for peer in self.peers
             if peer.killed_at is None or now < peer.killed_at + TTL

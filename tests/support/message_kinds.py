@@ -179,7 +179,7 @@ COMMON = {
     "checks": Checks(banned=(OTHER,)),
     "projection": (1, 1.0, (0.5,) * 16),
     "tokens_per_s": 1.0,
-    "lag": 1,
+    "lag_steps": 1,
     "late": 1,
     "mean": 3,
     "lost": 1,
@@ -247,6 +247,7 @@ def good(kind):
 
 WIDE = "\U0001d538"  # a character of four bytes
 LONGEST = {
+    r"^[!-~]{1,64}$": "v" * 64,
     r"^[a-z2-7]{52}$": "a" * 52,
     r"^[0-9a-f]{64}$": "f" * 64,
     r"^[a-z0-9_.:,=+-]{1,64}$": "x" * 64,

@@ -229,7 +229,7 @@ def test_reach_of_members_in_view_is_reported():
         ("unknown", 0.0),
     ]
     members = {
-        str(number): SimpleNamespace(reach=reach, throughput=moved)
+        str(number): SimpleNamespace(reach=reach, bytes_per_s=moved)
         for number, (reach, moved) in enumerate(met)
     }
     assert (

@@ -184,7 +184,7 @@ def test_a_fit_is_a_loop_with_the_outer_optimizer(tmp_path):
             tmp_path, callback, max_epochs=1, enable_checkpointing=False, accumulate_grad_batches=2
         )
         fitted.fit(module, torch.utils.data.DataLoader(list(BATCHES), batch_size=None))
-        loss = s.status()["members"][0]["loss"]
+        loss = s.status()["members"][0]["loss"]["training"]
     assert (callback.opt.steps, callback.opt.round, callback.opt.tokens) == (
         STEPS,
         STEPS // EVERY,

@@ -19,6 +19,7 @@ from shoal.swarm.membership.health_report import (
 from shoal.swarm.membership.overview import overview, totals, totals_said
 from shoal.swarm.wire.envelope import FAILURES
 from shoal.swarm.wire.messages import MemberEnd
+from shoal.swarm.wire.record import Exchanges, Faults, LinkUse, NodeRecord, Progress
 from tests.support.records import member_of
 
 NOW = 1e9
@@ -32,7 +33,7 @@ def swarm(*names, **changes):
     """
     made = {}
     for name in names:
-        fields = {"steps_per_s": 10.0, "exchange_s": 0.5, "exchanges": 20} | changes.get(name, {})
+        fields = {"steps_per_s": 10.0, "exchange_s": 0.5, "recent": 20} | changes.get(name, {})
         fields["blamed"] = tuple(
             (IDS.get(other, other), kind, count) for other, kind, count in fields.get("blamed", ())
         )
@@ -133,11 +134,9 @@ def test_a_slow_link_is_not_one_of_a_few_milliseconds():
 
 def test_two_words_name_a_failing_peer():
     """Who is named by two others fails and they do not."""
-    accusing = {"failures": (("timeout", 4),), "blamed": (("bert", "timeout", 4),), "exchanges": 10}
+    accusing = {"failures": (("timeout", 4),), "blamed": (("bert", "timeout", 4),), "recent": 10}
     (said,) = health_report(
-        swarm(
-            *ALL, anna=accusing, carl=accusing, bert={"failures": (("broken", 8),), "exchanges": 8}
-        ),
+        swarm(*ALL, anna=accusing, carl=accusing, bert={"failures": (("broken", 8),), "recent": 8}),
         NOW,
     )
     assert said == f"bert fails: 2 of 3 others met 8 x timeout with it; {REMEDY['timeout']}."
@@ -168,11 +167,11 @@ def test_who_fails_with_everybody_fails_itself():
 
 def test_a_crash_of_somebody_else_is_nobodys_fault():
     gone = Identity.ephemeral().peer_id
-    after = {"failures": (("broken", 6),), "blamed": ((gone, "broken", 6),), "exchanges": 10}
+    after = {"failures": (("broken", 6),), "blamed": ((gone, "broken", 6),), "recent": 10}
     assert health_report(swarm(*ALL, anna=after, bert=after), NOW) == []
-    few = {"failures": (("broken", MIN_FAILURES - 1),), "exchanges": 4}
+    few = {"failures": (("broken", MIN_FAILURES - 1),), "recent": 4}
     assert health_report(swarm(*ALL, anna=few), NOW) == []
-    seldom = {"failures": (("broken", 6),), "exchanges": 64}
+    seldom = {"failures": (("broken", 6),), "recent": 64}
     assert health_report(swarm(*ALL, anna=seldom), NOW) == []
 
 
@@ -198,28 +197,25 @@ def test_partition_is_told_by_those_who_suspect_it():
 
 
 def test_the_table_has_the_times_and_the_sentences_below():
+    record = NodeRecord(
+        progress=Progress(
+            state="training",
+            round=7,
+            step=9,
+            steps_per_s=1 / 0.1234,
+            tokens_per_s=12345.6,
+            mfu=0.41,
+        ),
+        exchanges=Exchanges(exchange_s=2.5, lag_steps=7, lag_auto=True, late=2),
+        link=LinkUse(reach="punched", bytes_per_s=1.56e6),
+        faults=Faults(recent=20, failures=(("timeout", 1), ("broken", 3))),
+    )
     member = {
         "name": "anna",
         "peer": IDS["anna"],
-        "state": "training",
-        "round": 3,
-        "step": 9,
-        "loss": None,
-        "step_s": 0.1234,
-        "exchange_s": 2.5,
-        "wait_s": 0.0,
-        "exchanges": 20,
-        "failures": {"timeout": 1, "broken": 3},
+        **record.model_dump(mode="json"),
         "shard": "0/1",
-        "reach": "punched",
-        "throughput": 1.56e6,
         "seen_s_ago": 1.0,
-        "tokens_per_s": 12345.6,
-        "mfu": 0.41,
-        "lag": 7,
-        "lag_auto": True,
-        "late": 2,
-        "ended": False,
         "end": None,
     }
     said = ["anna\x1b[31m is slow."]
@@ -227,6 +223,7 @@ def test_the_table_has_the_times_and_the_sentences_below():
         "name": "n",
         "task": "text",
         "method": "noloco",
+        "fragments": 2,
         "peers": 1,
         "members": [member],
         "findings": said,
@@ -345,7 +342,7 @@ def test_the_table_says_so_and_stays_short():
 @pytest.mark.parametrize(
     ("fields", "shown"),
     [
-        ({"ended": True}, "waits for others"),
+        ({"finished": True}, "waits for others"),
         ({"end": MemberEnd(members=0)}, "own model"),
         ({"end": MemberEnd(members=2, names=("bert",))}, "with bert"),
         (

@@ -49,7 +49,7 @@ def test_the_record_holds_what_went_wrong_and_who_is_missing():
     there = {peer: member(peer) for peer in (ME, ANNA, BERT)}
     diagnosis, clock = diagnosed(lambda: there, sketch=lambda: (3, 0, (1.0, 2.0, 3.0, 4.0)))
     assert diagnosis.news() == []
-    assert member(ME, **diagnosis.details()).wait_s == 0.0
+    assert member(ME, **diagnosis.details()).round_wait_s == 0.0
     diagnosis.stats.failed(RoundKey("run", 1), ANNA, "timeout")
     for seconds in [9.0, *[0.5] * RECENT]:
         diagnosis.waited(seconds)
@@ -63,7 +63,7 @@ def test_the_record_holds_what_went_wrong_and_who_is_missing():
         "a partition is suspected: 2 of 3 members vanished within 0 s (anna, bert)"
     )
     record = member(ME, **diagnosis.details())
-    assert (record.wait_s, record.failures, record.blamed) == (
+    assert (record.round_wait_s, record.failures, record.blamed) == (
         0.5,
         (("timeout", 1),),
         ((ANNA, "timeout", 1),),
@@ -402,11 +402,11 @@ def optimizer(lag=10, lag_auto=True, every=10):
 def test_it_reports_the_present_lag_and_counts_what_came_late():
     opt = optimizer(lag=3)
     report = LagReport(opt)
-    assert report.details() == {"lag": 3, "lag_auto": True, "late": 0}
+    assert report.details() == {"lag_steps": 3, "lag_auto": True, "late": 0}
     for late in (True, False, True):
         over(report, late=late)
     opt.lag = 4
-    assert report.details() == {"lag": 4, "lag_auto": True, "late": 2}
+    assert report.details() == {"lag_steps": 4, "lag_auto": True, "late": 2}
 
 
 def test_long_exchanges_warn_once():

@@ -138,7 +138,7 @@ def test_a_late_loop_is_waited_for():
 
             def other_ended():
                 session.membership.directory.look()
-                return any(m.ended for m in session.membership.directory.members().values())
+                return any(m.finished for m in session.membership.directory.members().values())
 
             until(other_ended, 30)
             loop(opt, net, 2, steps=5)
@@ -169,7 +169,7 @@ def test_who_dies_at_the_end_is_left_out():
     def seen_by_all(session):
         members = session.membership.directory.members().values()
         session.membership.directory.look()
-        return any(member.name == "peer-2" and member.ended for member in members)
+        return any(member.name == "peer-2" and member.finished for member in members)
 
     def stays(session, number):
         net = session._model
@@ -244,7 +244,7 @@ class World:
         )
         self.said = []
         self.last = LastAverage(membership, OuterSettings(), 1, MODEL)
-        self.last.announce = lambda: self.set(ME, step=100, ended=True)
+        self.last.announce = lambda: self.set(ME, step=100, finished=True)
         self.last.say = self.said.append
         assert manager.partner == "of training"
 
@@ -280,7 +280,7 @@ def test_nobody_is_waited_for_without_end(world):
     assert world.there() == ["anna", "bert"]
     world.now += 2  # and its record still says 90
     assert world.there() == ["anna"]
-    world.set(BERT, step=100, ended=True)
+    world.set(BERT, step=100, finished=True)
     assert world.there() == ["anna", "bert"]
 
 
@@ -305,7 +305,7 @@ def test_later_ending_member_is_not_waited_for(world):
 def test_training_leader_leads_while_awaited(world):
     """A node that still trains leads a group only as long as it is waited for."""
     world.set(ME, step=50, steps_per_s=1.0)
-    world.set(BERT, step=100, ended=True)
+    world.set(BERT, step=100, finished=True)
     world.last.ends_at(100)
     assert world.there() == ["anna", "bert"]
     world.now = SLACK * 50 + GRACE_S + 1
@@ -314,8 +314,8 @@ def test_training_leader_leads_while_awaited(world):
 
 def test_missing_member_gets_a_second_try(world):
     """A second try follows if somebody who is there is not in the mean."""
-    world.set(BERT, step=100, ended=True)
-    world.set(CARL, step=100, ended=True)
+    world.set(BERT, step=100, finished=True)
+    world.set(CARL, step=100, finished=True)
     world.last.begin(100)
     assert not world.last.enough((ME, BERT))
     assert world.last.report.said() == (
@@ -361,7 +361,7 @@ def test_worse_mean_is_not_taken_from_strangers(before, after, taken):
 
 
 def test_partners_of_a_round_are_those_that_still_train():
-    records = {"a": member_of(BERT), "b": member_of(CARL, ended=True)}
+    records = {"a": member_of(BERT), "b": member_of(CARL, finished=True)}
     assert list(still_training(records)) == ["a"]
     assert list(at_their_end(records)) == ["b"]
 

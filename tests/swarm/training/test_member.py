@@ -20,7 +20,7 @@ from shoal.swarm.wire.record import LinkUse, Loss, Progress, Round
 
 BERT = "12D3KooWbert"
 LINK = LinkUse(bytes_sent=100, reach="direct")
-LAG = {"lag": 7, "lag_auto": True, "late": 0}
+LAG = {"lag_steps": 7, "lag_auto": True, "late": 0}
 
 
 class Recorder:
@@ -36,7 +36,7 @@ class Recorder:
 @pytest.fixture
 def world():
     calls, traffic, waits = [], SimpleNamespace(sent=100, received=50, rate=lambda: None), []
-    details = {"wait_s": 0.5}
+    details = {"round_wait_s": 0.5}
     peers = Recorder("directory", calls)
     peers.members = peers.everyone = lambda: members
     peers.own_record = SimpleNamespace(link=lambda: LINK)
@@ -117,7 +117,9 @@ def test_unserved_member_announces_no_details(
         "state": "waiting",
         "tokens_per_s": 0.0,
         "mfu": None,
-        "ended": False,
+        "finished": False,
+        "daemon_restarts": 2,
+        "contributions_refused": 0,
         "end": None,
         **LAG,
     }
@@ -129,7 +131,7 @@ def test_the_end_takes_the_room_of_other_details(world):
     world.member.leave(end=EndReport(("anna", "bert"), loss_before=2.5, loss_after=2.25))
     fields = world.calls[0][2]
     assert fields["end"] == MemberEnd(members=2, names=("bert",), loss_before=2.5, loss_after=2.25)
-    assert (fields["sketch"], fields["missing_names"], fields["wait_s"]) == (None, (), 0.5)
+    assert (fields["sketch"], fields["missing_names"], fields["round_wait_s"]) == (None, (), 0.5)
 
 
 def test_leaving_is_announced_first_with_the_last_loss_and_speed(world):

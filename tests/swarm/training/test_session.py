@@ -109,8 +109,10 @@ def test_two_loops_overlap_each_with_a_lag_of_its_own():
             )  # cut as the swarm is
             loop(opt, other, 2)
             mine = next(member for member in s.status()["members"] if member["name"] == "bert")
-            assert (mine["lag"], mine["lag_auto"]) == (2, False)
-            assert mine["round"] in (ROUNDS - 1, ROUNDS)  # of passes over the model
+            assert (mine["exchanges"]["lag_steps"], mine["exchanges"]["lag_auto"]) == (2, False)
+            # Of passes over the model.
+            rounds = mine["progress"]["round"] // s.status()["fragments"]
+            assert rounds in (ROUNDS - 1, ROUNDS)
             return opt
 
     one, two = together(anna, bert)
@@ -263,8 +265,8 @@ def test_other_parameters_than_the_sessions_are_refused(alone, given, sentence):
 def test_a_session_has_one_optimizer(alone):
     session, module = alone
     opt = NoLoCo(sgd(module), session.exchange(), every=5, lr=0.5, lag=0)
-    assert session.status()["members"][0]["state"] == "training"
-    assert session.status()["members"][0]["steps_per_s"] == 0
+    assert session.status()["members"][0]["progress"]["state"] == "training"
+    assert session.status()["members"][0]["progress"]["steps_per_s"] == 0
     session.report(float("nan"))
     with pytest.raises(SessionError, match="has its optimizer already: train on with that one"):
         session.optimizer(sgd(module))
@@ -273,8 +275,9 @@ def test_a_session_has_one_optimizer(alone):
     loop(opt, module, 3, steps=5)
     assert opt.round == 1  # alone
     mine = session.status()["members"][0]
-    assert (mine["round"], mine["step"], mine["loss"]) == (1, 5, None)
-    assert 0 < mine["steps_per_s"] < mine["tokens_per_s"] < 1e9
+    progress = mine["progress"]
+    assert (progress["round"], progress["step"], mine["loss"]["training"]) == (1, 5, None)
+    assert 0 < progress["steps_per_s"] < progress["tokens_per_s"] < 1e9
     assert any(not torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True))
 
 
@@ -290,7 +293,7 @@ def test_record_and_status_carry_its_self_report_and_its_sketch():
         (me,) = s._membership.directory.members().values()
         watched = s._member.reporter.status()
     assert me.sketch[:2] == (ROUNDS - 1, 0)
-    assert me.wait_s >= 0
+    assert me.round_wait_s >= 0
     assert [(done.round, done.members, done.partners, done.loss) for done in watched.rounds] == [
         (round, 1, (), 1.5) for round in range(ROUNDS)
     ]
