@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +96,7 @@ def demo(as_json: bool, no_compare: bool, every: int, cheat: int, **flags: Any) 
         from shoal.node.demo import rl_demo
 
         report = rl_demo.run_demo(cheat=cheat, more=given, **own)
-        text = rl_demo.summary(report)
+        summary: Callable[[dict[str, Any]], str] = rl_demo.summary
     elif cheat:
         raise ConfigError(
             "--cheat is for --task rl with --verify 1: leave it out, or give these too."
@@ -104,6 +105,6 @@ def demo(as_json: bool, no_compare: bool, every: int, cheat: int, **flags: Any) 
         from shoal.node.demo import training_demo
 
         report = training_demo.run_demo(every=every, compare=not no_compare, more=given, **own)
-        text = training_demo.summary(report)
-    click.echo(dumps(report) if as_json else text)
+        summary = training_demo.summary
+    click.echo(dumps(report) if as_json else summary(report))
     return int(ExitCode.TRAINED_ALONE if report["trained_alone"] else ExitCode.OK)
