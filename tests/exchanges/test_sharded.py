@@ -61,11 +61,10 @@ def test_all_shards_of_a_peer_have_the_same_partner(ranks):
             assert met == (None if len(pair) < 2 else [sorted(pair), mean])
 
 
-def test_another_mesh_is_refused(ranks):
-    assert all(
-        "two dimensions, peers and shards" in error for error in ranks(4).call(JOBS, "wrong_mesh")
-    )
-
-
-def test_shards_without_the_model_are_refused(ranks):
-    assert all("hand in model=" in error for error in ranks(4).call(JOBS, "without_model"))
+@pytest.mark.parametrize(
+    ("job", "said"),
+    [("wrong_mesh", "two dimensions, peers and shards"), ("without_model", "hand in model=")],
+    ids=["another mesh", "no model"],
+)
+def test_what_cannot_be_sharded_is_refused(ranks, job, said):
+    assert all(said in error for error in ranks(4).call(JOBS, job))

@@ -26,7 +26,7 @@ def create(*, state, **settings):
         print("link", session.link, flush=True)
     else:
         session = shoal.join(link, state=state, network=HERE)
-    session.on_report = lambda info, report: members.append(len(info.members))
+    session.on_report = lambda info, report, done: members.append(len(info.members))
     return session
 
 

@@ -259,7 +259,7 @@ def refused(what, kind="ddp"):
                     ranks=ranks,
                 )
             elif what == "report":
-                session.on_report = lambda info, report: 1 / 0
+                session.on_report = lambda info, report, done: 1 / 0
                 opt = session.optimizer(sgd(model))
                 steps(opt, model, batches(0), EVERY, ranks)
             elif what == "network":
