@@ -36,6 +36,18 @@ MAX_PARTS = 4
 MIN_LR = 1e-12
 CHANGEABLE = ("lr", "steps")
 """The settings of `TrainSettings` that a change may have."""
+FIXED = {
+    "outer": "partners compute with the same method, codec and length of rounds, and one that has "
+    "another cannot meet the rest",
+    "task": "the task is what all members train",
+    "swarm": "the swarm's id follows from it",
+    "verify": "what is claimed and checked must be the same for all from the first round on",
+    "rl": "what is learnt must be the same for all from the first round on",
+    "train": "the state of the inner optimizer, the data and the schedule were made with it",
+}
+"""Table of settings -> why a change of the swarm cannot have them."""
+OWN = ("node", "peers")
+"""Tables that are each node's own."""
 
 
 class ChangePart(BaseModel):
@@ -131,11 +143,12 @@ def settings_at(change: Change | None, train: TrainSettings, round: int) -> Trai
 
 def changed(before: TrainSettings, now: TrainSettings) -> dict[str, Any]:
     """Return the changeable settings that are others ``now``, with their new values."""
-    return {
-        name: getattr(now, name)
-        for name in CHANGEABLE
-        if getattr(now, name) != getattr(before, name)
-    }
+    found = {}
+    for name in CHANGEABLE:
+        value = getattr(now, name)
+        if value != getattr(before, name):
+            found[name] = value
+    return found
 
 
 def extended(
@@ -148,8 +161,9 @@ def extended(
     What lies ahead stays, unless the new part changes the same setting in the same round. Raises
     ValueError, a clause: there are too many parts, or the settings do not go together any more.
     """
+    known = () if change is None else change.parts
     ahead: dict[int, dict[str, Any]] = {}
-    for one in (*(change.parts if change is not None else ()), part):
+    for one in (*known, part):
         ahead.setdefault(one.round, {}).update(one.settings())
     past = [round for round in sorted(ahead) if round <= now]
     parts = []
@@ -174,20 +188,6 @@ def _check_together(train: TrainSettings) -> None:
     """Raise ValueError if a schedule that leads to an end would have none."""
     if train.schedule in ("cosine", "wsd") and not train.steps:
         raise ValueError(f"the schedule {train.schedule} leads to an end: steps must be above 0")
-
-
-FIXED = {
-    "outer": "partners compute with the same method, codec and length of rounds, and one that has "
-    "another cannot meet the rest",
-    "task": "the task is what all members train",
-    "swarm": "the swarm's id follows from it",
-    "verify": "what is claimed and checked must be the same for all from the first round on",
-    "rl": "what is learnt must be the same for all from the first round on",
-    "train": "the state of the inner optimizer, the data and the schedule were made with it",
-}
-"""Table of settings -> why a change of the swarm cannot have them."""
-OWN = ("node", "peers")
-"""Tables that are each node's own."""
 
 
 def refusal(key: str, of_node: Iterable[str] = ()) -> str:

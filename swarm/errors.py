@@ -2,10 +2,6 @@
 do.
 """
 
-import math
-import time
-from collections.abc import Callable, Hashable
-
 
 def printable(text: str, kept: str = "", other: str = "?") -> str:
     """Return ``text`` with ``other`` for control characters but those ``kept``: a stranger's could
@@ -69,31 +65,3 @@ class NetworkError(ShoalError):
 
 class OuterError(ShoalError):
     """Settings of the outer optimizer that do not fit together, or do not fit the model."""
-
-
-MOST = 100  # subjects that one memory has, for strangers may name them
-
-
-class Repeats:
-    """Memory of when sentences were said last, by their subject, so that none is said again while
-    what it is about lasts.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self.clock = clock
-        self._said: dict[Hashable, float] = {}
-
-    def due(self, subject: Hashable, every: float = math.inf) -> bool:
-        """Return whether a sentence is due, and note that it is said: none was, or none within
-        ``every`` seconds.
-        """
-        now = self.clock()
-        last = self._said.get(subject)
-        due = len(self._said) < MOST if last is None else now - last >= every
-        if due:
-            self._said[subject] = now
-        return due
-
-    def over(self, *subjects: Hashable) -> bool:
-        """Forget ``subjects``, because what they are about is over; return whether any was said."""
-        return sum(self._said.pop(subject, None) is not None for subject in subjects) > 0

@@ -20,6 +20,7 @@ from shoal.swarm.errors import ShoalError
 log = logging.getLogger(__name__)
 
 _HOLDER_BYTES = 256
+_HOST_CHARS = 200
 _TAKEN = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
 
 
@@ -62,9 +63,10 @@ class FileLock:
         self._what = what
         self._remedy = remedy
         try:
-            while (fd := self._take()) is None:
-                # its holder released it, and removed the file, between the opening and the locking
-                pass
+            fd = self._take()
+            # Its holder released it, and removed the file, between the opening and the locking.
+            while fd is None:
+                fd = self._take()
         except OSError as error:
             log.warning(
                 "%s cannot be locked (%s): make sure that no second node uses it",
@@ -75,25 +77,24 @@ class FileLock:
         self._fd = fd
         if fd is not None:
             _held.add(self)
-            with contextlib.suppress(
-                OSError
-            ):  # on a full disk the lock holds, only the holder is not named
+            # On a full disk the lock holds, only the holder is not named.
+            with contextlib.suppress(OSError):
                 os.ftruncate(fd, 0)
-                os.pwrite(fd, f"{os.getpid()} {socket.gethostname()[:200]}\n".encode(), 0)
+                os.pwrite(fd, f"{os.getpid()} {_host_name()}\n".encode(), 0)
 
     def _take(self) -> int | None:
         """Return the locked file; None if it is not the one at the path any more.
 
         Raises InUseError or OSError.
         """
-        fd = os.open(
-            self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600
-        )
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        fd = os.open(self._path, flags, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             with contextlib.suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(fd), os.stat(self._path)):
-                    fd, mine = -1, fd
+                    mine = fd
+                    fd = -1
                     return mine
             return None
         except OSError as error:
@@ -137,11 +138,15 @@ def _forked() -> None:
 os.register_at_fork(after_in_child=_forked)
 
 
+def _host_name() -> str:
+    return socket.gethostname()[:_HOST_CHARS]
+
+
 def _shown(holder: bytes) -> str:
     """Describe a holder by the content of its lock file, which may be empty or anything."""
     pid, _, host = holder.decode("utf-8", "replace").strip().partition(" ")
     if not (pid.isascii() and pid.isdecimal()):
         return "another process"
-    if not host.isprintable() or host in ("", socket.gethostname()[:200]):
+    if not host.isprintable() or host in ("", _host_name()):
         return "this process already" if int(pid) == os.getpid() else f"process {pid}"
     return f"process {pid} on {host}"

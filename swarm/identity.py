@@ -23,12 +23,18 @@ from shoal.swarm.file_lock import FileLock
 
 KEY_HEADER = bytes.fromhex("08011240")
 ID_HEADER = bytes.fromhex("002408011220")
-KEY_SIZE = len(KEY_HEADER) + 64
-ID_LENGTH = 52  # base58 characters of every Ed25519 peer id
-SIGNATURE_SIZE = 64
-# The daemon signs its handshakes with the same key, so signatures of messages start with words that
-# no other protocol uses.
+KEY_BYTES = 32
+"""Of a seed, and of a public key."""
+KEY_FILE_BYTES = len(KEY_HEADER) + 2 * KEY_BYTES
+ID_CHARS = 52
+"""Of every Ed25519 peer id, in base58."""
+SIGNATURE_BYTES = 64
 SIGNATURE_PREFIX = b"shoal signature\x00"
+"""The daemon signs its handshakes with the same key, so signatures of messages start with words
+that no other protocol uses.
+"""
+NO_HARD_LINKS = (errno.EPERM, errno.EACCES, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
+"""Errors of a file system without them."""
 ALPHABET = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
 
 
@@ -47,9 +53,7 @@ def b58decode(text: str) -> bytes:
     """Decode base58 ``text``. Quadratic in the length, so bound it first. Raises ValueError."""
     number = 0
     for char in text:
-        number = number * 58 + ALPHABET.index(
-            char
-        )  # ValueError for a character outside the alphabet
+        number = number * 58 + ALPHABET.index(char)
     zeros = len(text) - len(text.lstrip("1"))
     return b"\x00" * zeros + number.to_bytes((number.bit_length() + 7) // 8, "big")
 
@@ -59,17 +63,15 @@ def public_key_of(peer_id: object) -> bytes | None:
 
     Never raises.
     """
-    if not isinstance(peer_id, str) or len(peer_id) != ID_LENGTH:
+    if not isinstance(peer_id, str) or len(peer_id) != ID_CHARS:
         return None
     try:
         raw = b58decode(peer_id)
     except ValueError:
         return None
-    return (
-        raw[len(ID_HEADER) :]
-        if len(raw) == len(ID_HEADER) + 32 and raw.startswith(ID_HEADER)
-        else None
-    )
+    if len(raw) != len(ID_HEADER) + KEY_BYTES or not raw.startswith(ID_HEADER):
+        return None
+    return raw[len(ID_HEADER) :]
 
 
 def is_peer_id(text: object) -> bool:
@@ -82,7 +84,7 @@ def verify(peer_id: str, context: str, data: bytes, signature: bytes) -> bool:
     Hostile input gives False.
     """
     key = public_key_of(peer_id)
-    if key is None or not isinstance(signature, bytes) or len(signature) != SIGNATURE_SIZE:
+    if key is None or not isinstance(signature, bytes) or len(signature) != SIGNATURE_BYTES:
         return False
     try:
         Ed25519PublicKey.from_public_bytes(key).verify(signature, _signed(context, data))
@@ -132,9 +134,9 @@ class Identity:
         """
         path = Path(path)
         blob = _read(path)
-        seed = blob[len(KEY_HEADER) : -32]
-        public = blob[-32:]
-        if len(blob) == KEY_SIZE and blob.startswith(KEY_HEADER):
+        seed = blob[len(KEY_HEADER) : -KEY_BYTES]
+        public = blob[-KEY_BYTES:]
+        if len(blob) == KEY_FILE_BYTES and blob.startswith(KEY_HEADER):
             identity = cls(Ed25519PrivateKey.from_private_bytes(seed), path)
             if identity.public_key == public:
                 return identity
@@ -170,19 +172,12 @@ class Identity:
             _make_private(path.parent)
             _write_new(scratch, blob)
             try:
-                os.link(
-                    scratch, path
-                )  # the name appears with its whole content or not at all, and only if it is free
+                # The name appears with its whole content or not at all, and only if it is free.
+                os.link(scratch, path)
             except OSError as error:
-                if error.errno not in (
-                    errno.EPERM,
-                    errno.EACCES,
-                    errno.ENOTSUP,
-                    errno.ENOSYS,
-                    errno.EMLINK,
-                ):
+                if error.errno not in NO_HARD_LINKS:
                     raise
-                _write_new(path, blob)  # a file system without hard links
+                _write_new(path, blob)
             finally:
                 os.unlink(scratch)
             _sync_folder(path.parent)
@@ -205,10 +200,9 @@ class Identity:
         if self.path is None:
             return contextlib.nullcontext()
         path = self.path.resolve()  # one lock, by whatever link the key is named
-        what = f"The key {str(path)!r}"
         return FileLock(
             path.with_name(f"{path.name}.lock"),
-            what,
+            f"The key {str(path)!r}",
             "two nodes with one key would be one peer to all others, so stop that node, or name "
             "another key file with --identity",
         )
@@ -219,11 +213,8 @@ class Identity:
 
 
 def _why(error: Exception) -> str:
-    return (
-        (error.strerror if isinstance(error, OSError) else None)
-        or str(error)
-        or type(error).__name__
-    )
+    system_says = error.strerror if isinstance(error, OSError) else None
+    return system_says or str(error) or type(error).__name__
 
 
 def _read(path: Path) -> bytes:
@@ -232,9 +223,8 @@ def _read(path: Path) -> bytes:
     Raises IdentityError.
     """
     try:
-        fd = os.open(
-            path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
-        )  # O_NONBLOCK: a FIFO must not hang the node
+        # O_NONBLOCK: a FIFO must not hang the node.
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except FileNotFoundError as error:
         raise IdentityError(
             f"There is no key file {path}: run `shoal id new` to make one."
@@ -252,7 +242,7 @@ def _read(path: Path) -> bytes:
                 f"The key file {path} can be read by others: run `chmod 600 {path}` and start "
                 "again."
             )
-        return os.read(fd, KEY_SIZE + 1)
+        return os.read(fd, KEY_FILE_BYTES + 1)
     except OSError as error:
         raise IdentityError(
             f"Cannot read the key file {path} ({_why(error)}): check the disk."

@@ -44,8 +44,10 @@ WHAT: dict[Place, str] = {
 }
 """What this node was doing, in words."""
 OWN_ERROR = "an error in this node's own code, and not in the network"
-LONGEST = 200  # characters of an exception's first line that are kept
-TRACEBACKS = 8  # that are logged of each place; what comes after them is only counted
+MAX_LINE_CHARS = 200
+"""Of an exception's first line that are kept."""
+MAX_TRACEBACKS = 8
+"""That are logged of each place; what comes after them is only counted."""
 
 log = logging.getLogger(__name__)
 
@@ -65,14 +67,14 @@ class TrialError(Exception):
 
 
 def first_line(error: BaseException) -> str:
-    """Return an exception's type and first line, at most `LONGEST` characters: those that a log
-    shows first.
+    """Return an exception's type and first line, at most `MAX_LINE_CHARS` characters: those that a
+    log shows first.
     """
     text = next(iter(str(error).strip().splitlines()), "")
     if isinstance(error, ShoalError) and text:  # a whole sentence
-        return printable(text)[:LONGEST].rstrip(".")
+        return printable(text)[:MAX_LINE_CHARS].rstrip(".")
     name = type(error).__name__
-    return printable(f"{name}: {text}" if text else name)[:LONGEST].rstrip(".")
+    return printable(f"{name}: {text}" if text else name)[:MAX_LINE_CHARS].rstrip(".")
 
 
 @dataclass
@@ -113,10 +115,11 @@ class InternalErrors:
         with self._lock:
             known = self._places.setdefault(place, CaughtErrors(0, first, 0.0))
             known.count += 1
-            known.first, known.newest_at = first, self._clock()
+            known.first = first
+            known.newest_at = self._clock()
             known.explained = isinstance(error, ShoalError)
             of_place = sum(other[0] == place for other in self._logged)
-            new = kind not in self._logged and of_place < TRACEBACKS
+            new = kind not in self._logged and of_place < MAX_TRACEBACKS
             if new:
                 self._logged.add(kind)
                 self._unread.append(

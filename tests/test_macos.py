@@ -19,7 +19,7 @@ from shoal.node.runtime.training_node import compute_last
 from shoal.node.training import resources
 from shoal.node.training.loader import _begin_worker
 from shoal.swarm.p2p import daemon_guard
-from shoal.swarm.state.spool import LARGE, spool_for
+from shoal.swarm.state.spool import SPOOLED_BYTES, spool_for
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +53,7 @@ def test_niceness_of_the_process_stays(never):
 
 
 def test_a_large_snapshot_stays_in_memory():
-    assert spool_for(LARGE) is None
+    assert spool_for(SPOOLED_BYTES) is None
 
 
 def test_the_clock_is_that_of_the_whole_process():

@@ -31,9 +31,9 @@ from shoal.swarm.membership.peer_views import ACTIVE_PEERS, MAX_OF_SOURCE, PASSI
 from shoal.swarm.membership.trie import CAP
 from shoal.swarm.p2p.punch import PUNCH_PROTOCOL
 from shoal.swarm.p2p.rate_limit import RateLimit
-from shoal.swarm.p2p.reachability import ALL as DIALS
 from shoal.swarm.p2p.reachability import DIAL_PROTOCOL, LOWEST_PORT
-from shoal.swarm.p2p.reachability import EACH as DIALS_EACH
+from shoal.swarm.p2p.reachability import MAX_DIALS as DIALS
+from shoal.swarm.p2p.reachability import MAX_DIALS_EACH as DIALS_EACH
 from shoal.swarm.p2p.resource_manager import (
     ADMISSION_PROTOCOL,
     MAX_HANDLERS,
@@ -42,12 +42,12 @@ from shoal.swarm.p2p.resource_manager import (
     Rates,
 )
 from shoal.swarm.p2p.throughput import MAX_BYTES as TEST_BYTES
-from shoal.swarm.p2p.throughput import MOVE_S, SPEED_PROTOCOL, TESTS, TESTS_EACH
+from shoal.swarm.p2p.throughput import MAX_TESTS, MAX_TESTS_EACH, MOVE_S, SPEED_PROTOCOL
 from shoal.swarm.settings.outer import OuterSettings
 from shoal.swarm.state.chunk_server import CHUNKS_PROTOCOL
 from shoal.swarm.state.offers import STATE_PROTOCOL
-from shoal.swarm.state.selection import SAMPLE
-from shoal.swarm.state.snapshot_cache import KEPT, UNUSED_S
+from shoal.swarm.state.selection import SAMPLE_CHUNKS
+from shoal.swarm.state.snapshot_cache import MAX_SNAPSHOTS, UNUSED_S
 from shoal.swarm.topics.attestation import MAX_RECORD_BYTES
 from shoal.swarm.topics.attestation import QUOTA as ATTESTED
 from shoal.swarm.topics.evidence import EVIDENCE_PROTOCOL, MAX_BYTES
@@ -151,7 +151,7 @@ def test_bounds_in_the_text_are_those_of_the_code():
     assert f"older than an hour is not offered, and at most {MAX_OF_SOURCE} of the peers" in PAGE
     assert (MAX_AGE_S, SHUFFLE_S, LOOK_S) == (3600.0, 60.0, 10.0)
     assert f"{SHUFFLES_EACH} shuffles a minute of one peer and {SHUFFLES} of all" in PAGE
-    assert (KEPT, UNUSED_S, SAMPLE) == (2, 120.0, 4)
+    assert (MAX_SNAPSHOTS, UNUSED_S, SAMPLE_CHUNKS) == (2, 120.0, 4)
     assert "at most two snapshots, none two minutes after the last request" in PAGE
     assert "four chunks of both" in PAGE
     assert f"{RateLimit().messages} messages and {RateLimit().nbytes >> 20} MiB a minute" in PAGE
@@ -165,8 +165,8 @@ def test_bounds_in_the_text_are_those_of_the_code():
     assert f"a port from {LOWEST_PORT} up" in PAGE
     assert f"{DIALS_EACH} times a minute for one address and {DIALS} times in all" in PAGE
     assert (
-        f"at most {TEST_BYTES >> 20} MiB each way in at most {MOVE_S:g} s, {TESTS_EACH} times a "
-        "minute" in PAGE
+        f"at most {TEST_BYTES >> 20} MiB each way in at most {MOVE_S:g} s, {MAX_TESTS_EACH} times "
+        "a minute" in PAGE
     )
-    assert f"{TESTS} times in all, and\nnever" in PAGE
+    assert f"{MAX_TESTS} times in all, and\nnever" in PAGE
     assert f"at most {MAX_LOG_BYTES >> 20} MiB, {LOGS.messages} times a minute to one peer" in PAGE

@@ -30,7 +30,7 @@ from shoal.node.checkpoint.snapshots import Snapshots
 from shoal.node.checkpoint.store import prove, save
 from shoal.node.lost_output import DISK_FULL
 from shoal.node.user_code import device_failed, out_of_memory
-from shoal.swarm.errors import Repeats
+from shoal.swarm.repeats import Repeats
 
 GB = 10**9
 SPARE_BYTES = 1 << 20

@@ -28,7 +28,7 @@ from shoal.swarm.p2p.stream import short
 from shoal.swarm.state.download import Peer
 from shoal.swarm.state.progress import FetchProgress, while_it_moves
 from shoal.swarm.state.query import ModelDiffersError, StateQuery
-from shoal.swarm.state.snapshot import DIGEST, chunk_size, chunks_in
+from shoal.swarm.state.snapshot import DIGEST_BYTES, chunk_size, chunks_in
 from shoal.swarm.state.sync import fetch_into, wait_for
 from shoal.swarm.wire.envelope import CHUNK, MAX_EXTRA, pack, unpack, unpack_names
 from shoal.swarm.wire.messages import StateHeader
@@ -72,7 +72,7 @@ class ResumableDownload:
 
     def _right(self, chunk: int, header: StateHeader, digests: bytes) -> bool:
         data = os.pread(self._file, chunk_size(header.nbytes, chunk), chunk * CHUNK)
-        return blake3(data).digest() == digests[chunk * DIGEST : (chunk + 1) * DIGEST]
+        return blake3(data).digest() == digests[chunk * DIGEST_BYTES : (chunk + 1) * DIGEST_BYTES]
 
     def write(self, chunk: int, data: memoryview) -> None:
         written = 0

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from shoal.node.console import dumps, finite
-from shoal.swarm.errors import Repeats, ShoalError
+from shoal.swarm.errors import ShoalError
+from shoal.swarm.repeats import Repeats
 from shoal.swarm.wire.record import NodeRecord, Progress, Round
 
 if TYPE_CHECKING:

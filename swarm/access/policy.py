@@ -16,7 +16,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from shoal.swarm.access.invitation import ASK, AdmittedBy, entry_of, expiry
-from shoal.swarm.errors import AdmissionError, Repeats
+from shoal.swarm.errors import AdmissionError
+from shoal.swarm.repeats import Repeats
 
 MAX_PEERS = 4096
 """Whose admission is noted; the one heard of longest ago is dropped."""

@@ -7,24 +7,7 @@ arrives is charged to its publisher's quota, opened in a worker thread, and hand
 handler once. A record above 256 KiB is announced, and fetched by stream.
 
 A bad record has no other effect than a count: each is counted as accepted or under the reason for
-which it was rejected.
-
-    reason          because
-    oversized       it is, or claims to be, larger than allowed
-    truncated, nested, malformed, version, kind
-                    it does not decode (`shoal.swarm.wire.envelope`)
-    bomb            it decompresses to more than it claims
-    forged          the signature is not its author's
-    foreign-swarm   it belongs to another swarm
-    quota           its publisher sent too much
-    replayed        it arrived before
-    overflow        newer ones came faster than they could be opened or fetched
-    digest          the fetched body is not the announced one
-    unavailable     no peer served the announced body
-    unwelcome       the access policy excludes its publisher or its author
-
-and those with which the handler refuses it, such as ``banned`` (`shoal.swarm.topics.rollout`): its
-author is barred for a while.
+which it was rejected, which docs/internals.md lists ("Gossip and status").
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ from shoal.swarm.p2p.tasks import running
 from shoal.swarm.wire.envelope import pack, unpack
 from shoal.swarm.wire.messages import AdmissionReply, ManifestReply, ManifestRequest, Member
 
-SMALL_S = 5.0  # seconds for one small message
+MESSAGE_S = 5.0  # for one small message
 # seconds after which a peer is shown the admission again: it may have been restarted meanwhile
 AGAIN_S = 300.0
 MAX_MET = 4096
@@ -65,8 +65,10 @@ class AdmissionHandshake:
         )
         with contextlib.closing(stream):
             try:
-                await stream.send(self._access_policy.ticket, SMALL_S)
-                reply = unpack(await stream.receive(AdmissionReply.LIMIT, SMALL_S), AdmissionReply)
+                await stream.send(self._access_policy.ticket, MESSAGE_S)
+                reply = unpack(
+                    await stream.receive(AdmissionReply.LIMIT, MESSAGE_S), AdmissionReply
+                )
             except MessageError as error:
                 raise NetworkError(
                     f"peer {short(peer)} could not be shown this node's invitation ({error})."
@@ -81,7 +83,7 @@ class AdmissionHandshake:
 
     async def _answer(self, stream: Stream) -> None:
         reason = self._access_policy.refusal(
-            stream.peer_id, await stream.receive(MAX_SHOWN, SMALL_S)
+            stream.peer_id, await stream.receive(MAX_SHOWN, MESSAGE_S)
         )
         await stream.send(
             pack(
@@ -89,11 +91,11 @@ class AdmissionHandshake:
                     admission=self._access_policy.ticket if not reason else b"", reason=reason
                 )
             ),
-            SMALL_S,
+            MESSAGE_S,
         )
 
 
-MANIFEST_S = 10.0  # seconds for one small message
+MANIFEST_S = 10.0  # for one small message
 
 
 def serve_manifest(host: Host, swarm: str, sealed: bytes) -> None:
@@ -163,10 +165,10 @@ def fetch_manifest(host: Host, link: Link, timeout: float = 20.0) -> tuple[bytes
     return host.call(first(), timeout)
 
 
-READ_S = 15.0  # seconds to read the directory
+READ_S = 15.0  # to read the directory
 # of a visitor's view: eight buckets, whose some 250 members tell the swarm's size to 6 %, one's 32
 # to 18 %
-BREADTH = 3
+VISITOR_BREADTH = 3
 
 
 def start_unconnected(identity: Identity, link: Link | None, listen: Sequence[str]) -> Host:
@@ -220,7 +222,7 @@ def open_directory(identity: Identity, host: Host, link: Link, manifest: Manifes
         met=host.met,
         bucket=manifest.bucket,
         epoch_s=manifest.epoch_s,
-        breadth=BREADTH,
+        breadth=VISITOR_BREADTH,
     )
     try:
         directory.refresh(READ_S)

@@ -42,10 +42,10 @@ if TYPE_CHECKING:
 # seconds for one small message, and to open a stream
 SMALL_S = 5.0
 OPEN_S = 10.0
-LOOK_S = 2.0  # seconds between two looks at the members' numbers, which use no network
+LOOK_S = 2.0  # between two looks at the members' numbers, which use no network
 # seconds for which a member is not asked again: it may state a number that it does not have
 AGAIN_S = 60.0
-AT_ONCE = 3  # members asked at a time
+ASKED_AT_ONCE = 3  # members asked at a time
 MAX_ASKED = 1024
 
 log = logging.getLogger(__name__)
@@ -64,8 +64,8 @@ async def swap_change(
         return unpack(await stream.receive(ChangeReply.LIMIT, SMALL_S), ChangeReply)
 
 
-MOST_ASKED = 8  # members that a visitor asks, those with the highest numbers first
-ANSWER_S = 20.0  # seconds for all of them together
+MAX_ASKED_BY_VISITOR = 8  # members, those with the highest numbers first
+ANSWER_S = 20.0  # for all of them together
 
 
 def newest_change(
@@ -80,7 +80,7 @@ def newest_change(
     async def asked() -> list[ChangeReply | BaseException]:
         calls = (
             swap_change(host, member.peer, member.addresses, swarm, b"")
-            for member in ahead[:MOST_ASKED]
+            for member in ahead[:MAX_ASKED_BY_VISITOR]
         )
         return await asyncio.gather(*calls, return_exceptions=True)
 
@@ -194,10 +194,10 @@ class ChangeKeeper:
             if member.change > own and now - self._asked.get(member.peer, -AGAIN_S) >= AGAIN_S
         ]
         ahead.sort(key=lambda member: member.change, reverse=True)
-        for member in ahead[:AT_ONCE]:
+        for member in ahead[:ASKED_AT_ONCE]:
             self._asked[member.peer] = now
         await asyncio.gather(
-            *(self._ask(member.peer, member.addresses) for member in ahead[:AT_ONCE])
+            *(self._ask(member.peer, member.addresses) for member in ahead[:ASKED_AT_ONCE])
         )
 
     async def _ask(self, peer: str, addresses: Sequence[str]) -> None:

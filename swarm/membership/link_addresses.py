@@ -19,8 +19,8 @@ from shoal.swarm.access.address import address_problem
 from shoal.swarm.access.link import MAX_ADDRESSES, Link
 from shoal.swarm.p2p.addresses import by_turns, host_of, is_loopback, is_public_host
 
-MOST_OF_SEEDS = 4
-MOST_OWN = 4
+MAX_OF_SEEDS = 4
+MAX_OWN = 4
 RELAY = "/p2p-circuit"
 
 
@@ -63,7 +63,7 @@ def lasting_link(
         return [address for address in addresses if _leads_far(address) or not far]
 
     of_seeds = kept(_by_rank([_usable(addresses, peer) for peer, addresses in seeds.items()]))[
-        :MOST_OF_SEEDS
+        :MAX_OF_SEEDS
     ]
     mine = kept(_preferred([address for address in own if address_problem(address) is None]))
     theirs = [
@@ -71,14 +71,14 @@ def lasting_link(
         for peer in _ranked(members, met)
         if (usable := kept(_usable(members[peer].addresses, peer)))
     ]
-    room = MAX_ADDRESSES - len(of_seeds) - len(mine[:MOST_OWN])
+    room = MAX_ADDRESSES - len(of_seeds) - len(mine[:MAX_OWN])
     # Stable, so this node stands before the others of its kind.
     members_first = sorted(
-        [*mine[:MOST_OWN], *(addresses[0] for addresses in theirs[:room])], key=lambda a: RELAY in a
+        [*mine[:MAX_OWN], *(addresses[0] for addresses in theirs[:room])], key=lambda a: RELAY in a
     )
     rest = [
         *(address for addresses in theirs for address in addresses[1:2]),
-        *mine[MOST_OWN:],
+        *mine[MAX_OWN:],
         *kept(otherwise),
     ]
     wanted = list(

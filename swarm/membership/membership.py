@@ -15,7 +15,7 @@ from pathlib import Path
 from shoal.swarm.access.invitation import MAX_SHOWN, admission
 from shoal.swarm.access.link import Link
 from shoal.swarm.access.policy import AccessPolicy, PeerLists
-from shoal.swarm.errors import AdmissionError, Repeats
+from shoal.swarm.errors import AdmissionError
 from shoal.swarm.gossip.bodies import MAX_STORED
 from shoal.swarm.gossip.gossip import Gossip
 from shoal.swarm.identity import Identity, is_peer_id
@@ -32,14 +32,16 @@ from shoal.swarm.p2p.daemon_process import Relay
 from shoal.swarm.p2p.host import Host
 from shoal.swarm.p2p.reachability import DIAL_PROTOCOL, ReachabilityProbe
 from shoal.swarm.p2p.throughput import SPEED_PROTOCOL, ThroughputProbe
+from shoal.swarm.repeats import Repeats
 
 OWN_LOOP = "own-loop"
 """Task of a swarm whose members bring training loops of their own
 (`shoal.swarm.training.session.Session`).
 """
-SEED_S = 5.0  # seconds that the report to the seeds may take before the link is shown
-TWIN_S = 60.0  # seconds until another node with this one's key is named again
-READ_S = 10.0  # seconds to read the directory, for others that were admitted by the same invitation
+REPORT_LEAVE_S = 1.0  # to tell the seeds that this node leaves
+SEED_S = 5.0  # that the report to the seeds may take before the link is shown
+TWIN_S = 60.0  # until another node with this one's key is named again
+READ_S = 10.0  # to read the directory, for others that were admitted by the same invitation
 BYTES_OF_MBIT = 1e6 / 8
 
 
@@ -170,9 +172,8 @@ class Membership:
         )
 
     def close(self) -> None:
-        self.announcer.report(
-            1.0
-        )  # after `Directory.leave` this takes the node off the seeds' lists
+        # After `Directory.leave` this takes the node off the seeds' lists.
+        self.announcer.report(REPORT_LEAVE_S)
         self.announcer.close()
         self.peers.close()
         self.clock.close()

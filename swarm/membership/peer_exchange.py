@@ -71,12 +71,12 @@ log = logging.getLogger(__name__)
 Clock = Callable[[], float]
 SECRET = SystemRandom()
 
-LOOK_S = 10.0  # seconds between two looks at the views
-SHUFFLE_S = 60.0  # seconds between two shuffles that this node begins
+LOOK_S = 10.0  # between two looks at the views
+SHUFFLE_S = 60.0  # between two shuffles that this node begins
 # Seconds after which a record of the active view is asked of its peer: before it expires.
 STALE_S = TTL_S / 2
-MAX_AGE_S = 3600.0  # seconds after which a record is no longer offered, nor taken as a hint
-RETRY_S = 120.0  # seconds until a peer that did not answer is tried again
+MAX_AGE_S = 3600.0  # after which a record is no longer offered, nor taken as a hint
+RETRY_S = 120.0  # until a peer that did not answer is tried again
 DRAWN_MEMBERS = 16  # members of the directory that are looked at for one that was not met yet
 # seconds to open a stream, and for one small message
 OPEN_S = 10.0

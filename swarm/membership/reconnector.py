@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-REDIAL_S = 10.0  # seconds between two attempts
+REDIAL_S = 10.0  # between two attempts
 DIALS_AT_ONCE = 4  # peers dialled in one attempt
 # seconds until a peer is dialled again
 FIRST_PAUSE_S = 10.0

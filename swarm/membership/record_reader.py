@@ -11,11 +11,11 @@ from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING
 
 from shoal.swarm.access.policy import AccessPolicy
-from shoal.swarm.errors import Repeats
 from shoal.swarm.membership import trie
 from shoal.swarm.membership.bucket_index import Index
 from shoal.swarm.membership.records import VerifiedRecord, bits_of, key_of, open_record
 from shoal.swarm.p2p.stream import short
+from shoal.swarm.repeats import Repeats
 from shoal.swarm.wire.messages import Member
 from shoal.swarm.wire.record import GONE
 

@@ -1,17 +1,9 @@
 """The members that a node keeps in view when the directory has more records than there is room for.
 
-A key costs nothing, so a stranger can write any number of records. As long as all fit, all are in
-view, and all nodes see the same. Beyond that the places go to
-
-1. the members that were met, because they called or answered; an address that nobody was met at
-   proves nothing;
-2. the others, those in view for longest first;
-3. and an eighth of the places to newcomers, drawn anew from time to time, so that each is seen
-   once, whatever came before it.
-
-In each part one member of each address range comes before the second of any: the /16 of IPv4, the
-/32 of IPv6. Private ranges and loopback count as ranges too: a team in one of them is met, and so
-in the first part.
+As long as all fit, all are in view. Beyond that the places go to the members that were met, then to
+the others, those in view for longest first, and an eighth of them to newcomers, drawn anew from
+time to time. In each part one member of each address range comes before the second of any. Why:
+docs/internals.md, "Room for members".
 """
 
 from __future__ import annotations

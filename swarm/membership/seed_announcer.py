@@ -39,8 +39,8 @@ from shoal.swarm.membership.reconnector import Reconnector
 log = logging.getLogger(__name__)
 
 
-REPORT_S = 20.0  # seconds between two reports; a seed forgets a silent node after six times as long
-LOOK_S = 1.0  # seconds between checks for changed addresses of this node
+REPORT_S = 20.0  # between two reports; a seed forgets a silent node after six times as long
+LOOK_S = 1.0  # between checks for changed addresses of this node
 OPEN_S = 10.0
 
 

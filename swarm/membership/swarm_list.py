@@ -37,7 +37,7 @@ from shoal.swarm.membership.seed_announcer import ask_swarms
 log = logging.getLogger(__name__)
 
 
-SEED_S = 15.0  # seconds for one bootstrap node
+SEED_S = 15.0  # for one bootstrap node
 MAX_MEMBERS = 32  # of a swarm that a bootstrap node keeps; one that says more is no better known
 MAX_PAGES = 64  # of one bootstrap node: more than it lists
 LISTEN = ("/ip4/127.0.0.1/tcp/0",)
@@ -49,15 +49,18 @@ class PublicSwarm:
 
     swarm: str
     title: Title
-    peers: int  # members that the bootstrap node knows, which keeps a bounded number of each swarm
+    peers: int
+    """Members that the bootstrap node knows, which keeps a bounded number of each swarm."""
     params: int
     round_bytes: int
-    memory: int  # bytes beyond training alone; 0: not measured
-    device: str  # on what the member that announced it computes: cpu, cuda, xpu or mps
-    addresses: tuple[str, ...]  # of the bootstrap node that listed it, and of members
-    options: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # the task's, as the manifest has them, unchecked
+    memory: int
+    """Bytes beyond training alone; 0: not measured."""
+    device: str
+    """On what the member that announced it computes: cpu, cuda, xpu or mps."""
+    addresses: tuple[str, ...]
+    """Of the bootstrap node that listed it, and of members."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """The task's, as the manifest has them, unchecked."""
 
 
 def read_listed(packed: bytes, seed: str) -> PublicSwarm:

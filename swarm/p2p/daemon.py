@@ -26,11 +26,11 @@ from shoal.swarm.errors import NetworkError, StartupError
 from shoal.swarm.identity import Identity, b58encode
 from shoal.swarm.p2p import daemon_process
 from shoal.swarm.p2p.addresses import is_loopback
-from shoal.swarm.p2p.daemon_guard import GRACE
+from shoal.swarm.p2p.daemon_guard import GRACE_S
 from shoal.swarm.p2p.daemon_process import Relay, daemon_path
 from shoal.swarm.p2p.dial_backoff import DialBackoff
 from shoal.swarm.p2p.multiaddr import (
-    MAX_ID,
+    MAX_ID_BYTES,
     origin,
     peer_bytes,
     to_bytes,
@@ -41,9 +41,9 @@ from shoal.swarm.p2p.multiaddr import (
 
 log = logging.getLogger(__name__)
 
-MAX_FRAME = 2 << 20  # bytes of one message of the daemon; a gossiped one has 1 MiB at most
-ANSWER_S = 10.0  # seconds for the daemon to take a stream handler, or to name the peer of a stream
-FIND_S = 2  # seconds a look into the address book of the daemon may take
+MAX_FRAME_BYTES = 2 << 20  # of one message of the daemon; a gossiped one has 1 MiB at most
+ANSWER_S = 10.0  # for the daemon to take a stream handler, or to name the peer of a stream
+FIND_S = 2  # a look into the address book of the daemon may take
 
 Incoming = Callable[[str, str, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 """A stream handler: gets the id of the peer that opened the stream, the IP address it comes from,
@@ -59,11 +59,8 @@ class PutOffError(DaemonError):
     """No address of a peer is due to be dialled; the daemon was not asked."""
 
 
-DAEMON_GONE = (
-    DaemonError,
-    OSError,
-    EOFError,
-)  # raised by requests when the daemon refuses, or is dead
+DAEMON_GONE = (DaemonError, OSError, EOFError)
+"""Raised by requests when the daemon refuses, or is dead."""
 
 
 @functools.cache
@@ -85,7 +82,7 @@ def messages() -> Any:
 async def read_message(reader: asyncio.StreamReader, message: Any) -> Any:
     """Fill ``message`` with the next one and return it.
 
-    Raises OSError if it has more than `MAX_FRAME` bytes, or EOFError.
+    Raises OSError if it has more than `MAX_FRAME_BYTES` bytes, or EOFError.
     """
     size = 0
     for shift in range(0, 28, 7):
@@ -93,7 +90,7 @@ async def read_message(reader: asyncio.StreamReader, message: Any) -> Any:
         size |= (byte & 127) << shift
         if byte < 128:
             break
-    if size > MAX_FRAME:
+    if size > MAX_FRAME_BYTES:
         raise OSError(f"the daemon announced {size} bytes")
     message.ParseFromString(await reader.readexactly(size))
     return message
@@ -183,7 +180,7 @@ class Daemon:
         self._child.follow(self._output, ready)
         await ready
         self._server = await asyncio.start_unix_server(self._accept, str(self.inbound))
-        return b58encode((await self._ask("IDENTIFY")).identify.id[:MAX_ID])
+        return b58encode((await self._ask("IDENTIFY")).identify.id[:MAX_ID_BYTES])
 
     async def ended(self) -> int:
         assert self._child is not None
@@ -202,7 +199,7 @@ class Daemon:
         if self._child is not None:
             self._child.terminate()
             try:
-                await asyncio.wait_for(self._child.wait(), 4 * GRACE)
+                await asyncio.wait_for(self._child.wait(), 4 * GRACE_S)
             except TimeoutError:  # it was stopped, perhaps
                 self._child.kill()
         shutil.rmtree(self._run_dir, ignore_errors=True)  # if the guard was killed
@@ -236,7 +233,7 @@ class Daemon:
         try:
             info = await read_message(reader, messages().StreamInfo())
             timer.cancel()
-            peer = b58encode(info.peer[:MAX_ID])
+            peer = b58encode(info.peer[:MAX_ID_BYTES])
             at = origin(info.addr)
             self.backoff.meet(peer, at)
             if (handler := self._handlers.get(info.proto)) is not None:
@@ -342,7 +339,7 @@ class Daemon:
         note it.
         """
         found = {
-            b58encode(peer.id[:MAX_ID]): peer.addrs
+            b58encode(peer.id[:MAX_ID_BYTES]): peer.addrs
             for peer in (await self._ask("LIST_PEERS")).peers
         }
         hosts = {
@@ -359,7 +356,7 @@ class Daemon:
         """
         found: dict[str, list[str]] = {}
         for peer in (await self._ask("LIST_PEERS")).peers:
-            found.setdefault(b58encode(peer.id[:MAX_ID]), []).extend(_known(peer.addrs))
+            found.setdefault(b58encode(peer.id[:MAX_ID_BYTES]), []).extend(_known(peer.addrs))
         return found
 
     async def disconnect(self, peer_id: str) -> None:

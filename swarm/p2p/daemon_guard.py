@@ -21,8 +21,8 @@ import signal
 import subprocess
 import sys
 
-POLL = 0.1  # seconds between looks at the node
-GRACE = 1.0  # seconds the daemon has to end by itself
+POLL_S = 0.1  # between looks at the node
+GRACE_S = 1.0  # seconds the daemon has to end by itself
 _PR_SET_PDEATHSIG = 1  # Linux's prctl: "send me this signal when my parent is gone"
 
 
@@ -37,7 +37,7 @@ def _die_with_parent() -> None:
 def _stop(child: subprocess.Popen[bytes]) -> None:
     child.terminate()
     try:
-        child.wait(GRACE)
+        child.wait(GRACE_S)
     except subprocess.TimeoutExpired:
         child.kill()
         child.wait()
@@ -48,7 +48,7 @@ def _watch(child: subprocess.Popen[bytes], parent: int, stop: list[int], wake: i
     end.
     """
     while child.poll() is None and os.getppid() == parent and not stop:
-        if select.select([wake], [], [], POLL)[0]:
+        if select.select([wake], [], [], POLL_S)[0]:
             os.read(wake, 64)
 
 

@@ -36,10 +36,12 @@ log = logging.getLogger(__name__)
 
 Relay = Literal["auto", "only", "off"]
 
-SOCKET_PATH_LIMIT = 100  # bytes; the system's own limit for a socket's path is 104 (macOS) or 108
+MAX_SOCKET_PATH_BYTES = 100
+"""The system's own limit for a socket's path is 104 (macOS) or 108."""
 CONNECTIONS = (256, 512)
-MAX_LINE = 1 << 16  # bytes of output that are taken for a line
-YOUNG = 10.0  # seconds: a younger run folder may not be locked yet
+MAX_LINE_BYTES = 1 << 16  # of output that are taken for a line
+YOUNG_S = 10.0  # a younger run folder may not be locked yet
+MACOS_EBADARCH = 86
 _REMEDY = (
     "reinstall it with `pip install --force-reinstall hivemind==1.1.12` on Linux or macOS, "
     "or use WSL or Docker"
@@ -127,7 +129,7 @@ def run_folder() -> tuple[Path, int]:
     """
     base = Path(tempfile.gettempdir()) / f"shoal-{os.getuid()}"
     name = f"{os.getpid()}-{secrets.token_hex(4)}"
-    if len(os.fsencode(base / name / "client.sock")) > SOCKET_PATH_LIMIT:
+    if len(os.fsencode(base / name / "client.sock")) > MAX_SOCKET_PATH_BYTES:
         base = Path("/tmp") / base.name
     try:
         base.mkdir(mode=0o700, exist_ok=True)
@@ -157,7 +159,7 @@ def sweep(base: Path) -> None:
     """
     for folder in base.iterdir():
         with contextlib.suppress(OSError):  # another node may be sweeping too
-            if time.time() - folder.lstat().st_mtime < YOUNG:
+            if time.time() - folder.lstat().st_mtime < YOUNG_S:
                 continue
             if (folder / "lock").exists():
                 lock = os.open(folder / "lock", os.O_RDWR | os.O_CLOEXEC)
@@ -264,11 +266,9 @@ class GuardedProcess:
 
     def _read(self, lines: deque[str], ready: asyncio.Future[None]) -> None:
         assert self._popen.stdout is not None
-        with (
-            self._popen.stdout as output,
-            contextlib.suppress(RuntimeError),
-        ):  # the loop has been closed
-            for line in iter(lambda: output.readline(MAX_LINE), b""):
+        closed = contextlib.suppress(RuntimeError)  # of the loop
+        with self._popen.stdout as output, closed:
+            for line in iter(lambda: output.readline(MAX_LINE_BYTES), b""):
                 self._loop.call_soon_threadsafe(
                     _heard, line.decode(errors="replace").rstrip(), lines, ready
                 )
@@ -330,9 +330,8 @@ def _fell_silent(lines: Sequence[str], ready: asyncio.Future[None]) -> None:
 
 def _failed_start(lines: Sequence[str]) -> StartupError:
     text = " ".join(lines)
-    if (
-        any(f"[{number}]" in text for number in (errno.ENOEXEC, 86)) and "cannot run" in text
-    ):  # 86: EBADARCH, of macOS alone
+    is_foreign = any(f"[{number}]" in text for number in (errno.ENOEXEC, MACOS_EBADARCH))
+    if is_foreign and "cannot run" in text:
         here = f"{platform.machine()} ({platform.system()})"
         return StartupError(
             f"the network daemon is built for another kind of machine than this {here}: {_REMEDY}."

@@ -39,7 +39,7 @@ if "HIVEMIND_LOGLEVEL" not in os.environ:
 logging.addLevelName(logging.WARNING, "WARNING")  # hivemind renames the level for the whole program
 
 # nodes that are asked for a key: the nearest, twice as many as hold its records; hivemind asks 20
-ASKED = 10
+NODES_ASKED = 10
 LIGHT_S, MEET_S = (
     1.5,
     1.0,
@@ -134,7 +134,7 @@ class SwarmNode(DHTNode):  # type: ignore[misc]
 
     async def get(self, *arguments: Any, **options: Any) -> Any:
         with _as_daemon_errors():
-            return await super().get(*arguments, **{"beam_size": ASKED, **options})
+            return await super().get(*arguments, **{"beam_size": NODES_ASKED, **options})
 
     async def shutdown(self) -> None:
         with _as_daemon_errors():

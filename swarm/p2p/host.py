@@ -77,13 +77,12 @@ Handler = Callable[[Stream], Awaitable[None]]
 Introduce = Callable[[str, str, Sequence[str], float], Awaitable[None]]
 T = TypeVar("T")
 
-MAX_VALUE = 64 * 1024  # bytes of one DHT record: larger ones are lost, or stall others
-LINGER = 2.0  # seconds an answered stream waits for the caller to end it
-# and seconds to open a stream of it
+MAX_VALUE_BYTES = 64 * 1024  # of one DHT record: larger ones are lost, or stall others
+LINGER_S = 2.0  # an answered stream waits for the caller to end it
 PING_PROTOCOL = "/ipfs/ping/1.0.0"
-ECHO_S = 3.0
-SERVE_S = 30.0  # seconds for the daemon to take a protocol
-DHT_TIMEOUT = 10.0  # seconds for one store or get
+ECHO_S = 3.0  # to open a stream of it
+SERVE_S = 30.0  # for the daemon to take a protocol
+DHT_S = 10.0  # for one store or get
 
 
 class Host:
@@ -157,9 +156,8 @@ class Host:
             lock.enter_context(identity.lock())
             check_free(listen)
             check_announced(announce, identity.peer_id)
-            if (
-                announce
-            ):  # the daemon reports only the announced addresses, never the port it obtained
+            if announce:
+                # The daemon reports only the announced addresses, never the port it obtained.
                 listen = obtain_ports(listen)
             held = lock.pop_all()
         resource_manager = ResourceManager(access_policy)
@@ -265,7 +263,7 @@ class Host:
         and ends the stream.
 
         `ResourceManager` decides which are refused. When the handler returns, the stream stays open
-        until the caller ends it (at most `LINGER` seconds), so that nothing sent is lost. Raises
+        until the caller ends it (at most `LINGER_S` seconds), so that nothing sent is lost. Raises
         NetworkError if the daemon does not take the protocol within `SERVE_S` seconds; while the
         daemon restarts this returns at once, and the restart registers it.
         """
@@ -330,10 +328,9 @@ class Host:
             log.warning(
                 "the network did not close within %.3g s; its daemon is ended by force", timeout
             )
-        for daemon in filter(
-            None, (self._supervisor.daemon, self.puncher.daemon)
-        ):  # the loop hangs: the guard takes it down
-            daemon.end_by_force()
+        for daemon in (self._supervisor.daemon, self.puncher.daemon):
+            if daemon is not None:  # the loop hangs: the guard takes it down
+                daemon.end_by_force()
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout * 0.2)
@@ -433,15 +430,14 @@ class Host:
         """Ping a daemon for the pacer, by libp2p's own protocol, which it answers; yield None if it
         is on this machine.
         """
-        daemon = (
-            self.puncher.daemon if self.puncher.owner(way) else None
-        ) or self._supervisor.running()
+        daemon = self.puncher.daemon if self.puncher.owner(way) else None
+        if daemon is None:
+            daemon = self._supervisor.running()
         if await daemon.is_local(way):
             yield None
             return
-        reader, writer = await asyncio.wait_for(
-            daemon.open(way, PING_PROTOCOL), ECHO_S
-        )  # bulk waits for it
+        # Bulk waits for it.
+        reader, writer = await asyncio.wait_for(daemon.open(way, PING_PROTOCOL), ECHO_S)
         try:
             yield Echo(writer.write, lambda: reader.readexactly(PING_BYTES))
         finally:
@@ -497,8 +493,10 @@ class Host:
         """Put ``value`` (at most 64 KiB, else ValueError) into the DHT for ``ttl`` seconds; False
         if nobody took it.
         """
-        if len(value) > MAX_VALUE:
-            raise ValueError(f"a DHT record of {len(value)} bytes: at most {MAX_VALUE} are allowed")
+        if len(value) > MAX_VALUE_BYTES:
+            raise ValueError(
+                f"a DHT record of {len(value)} bytes: at most {MAX_VALUE_BYTES} are allowed"
+            )
         dht = self._supervisor.running_dht()
         return bool(await self._dht_call(dht.store(key, value, time.time() + ttl, subkey=subkey)))
 
@@ -515,14 +513,14 @@ class Host:
             for subkey, item in found.value.items()
             if isinstance(subkey, str)
             and isinstance(item.value, bytes)
-            and len(item.value) <= MAX_VALUE
+            and len(item.value) <= MAX_VALUE_BYTES
         }
 
     async def _dht_call(self, work: Coroutine[Any, Any, T]) -> T:
         try:
-            return await self._supervisor.unless_down(work, DHT_TIMEOUT)
+            return await self._supervisor.unless_down(work, DHT_S)
         except TimeoutError:
-            raise NetworkError(f"the DHT did not answer within {DHT_TIMEOUT:g} s.") from None
+            raise NetworkError(f"the DHT did not answer within {DHT_S:g} s.") from None
         except DAEMON_GONE as error:
             raise NetworkError(f"the DHT could not be asked ({error}).") from None
 
@@ -535,7 +533,7 @@ class Host:
             return
         try:
             await handler(stream)
-            await stream.more(LINGER)
+            await stream.more(LINGER_S)
         except ShoalError as error:
             log.debug("%s with peer %s ended: %s", protocol, short(peer), error)
         except asyncio.CancelledError:

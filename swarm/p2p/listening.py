@@ -46,9 +46,8 @@ def check_free(listen: Sequence[str]) -> None:
                 if found[1] == "ip6":
                     probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
                 if found[3] == "tcp":
-                    probe.setsockopt(
-                        socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
-                    )  # as the daemon does: TIME_WAIT does not matter
+                    # As the daemon does: TIME_WAIT does not matter.
+                    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 probe.bind((found[2], int(found[4])))
         except OSError as error:
             other = f"{error.strerror or error}, choose another address with --listen"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from shoal.swarm.identity import b58decode, b58encode
 
-MAX_ID = 64  # bytes of a peer id of any kind, and characters of one that is read
+MAX_ID_BYTES = 64  # of a peer id of any kind, and characters of one that is read
 
 # Name -> code, and bytes of the value; None: the length precedes it.
 _PARTS: dict[str, tuple[int, int | None]] = {
@@ -45,7 +45,7 @@ def varint(number: int) -> bytes:
 
 def peer_bytes(peer_id: str) -> bytes:
     """Decode a base58 peer id of any kind. Raises ValueError."""
-    raw = b58decode(peer_id) if len(peer_id) <= MAX_ID else b""
+    raw = b58decode(peer_id) if len(peer_id) <= MAX_ID_BYTES else b""
     if not raw:
         raise ValueError(f"{peer_id[:80]!r} is no peer id")
     return raw
@@ -114,7 +114,7 @@ def to_text(data: bytes) -> str:
         elif name in ("tcp", "udp"):
             text += f"/{int.from_bytes(value, 'big')}"
         elif size:
-            text += f"/{b58encode(value[:MAX_ID]) if name == 'p2p' else value.decode()}"
+            text += f"/{b58encode(value[:MAX_ID_BYTES]) if name == 'p2p' else value.decode()}"
     return text
 
 

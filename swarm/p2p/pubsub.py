@@ -20,11 +20,11 @@ from shoal.swarm.p2p.daemon import (
     read_message,
 )
 from shoal.swarm.p2p.daemon_supervisor import DaemonSupervisor
-from shoal.swarm.p2p.multiaddr import MAX_ID
+from shoal.swarm.p2p.multiaddr import MAX_ID_BYTES
 from shoal.swarm.pacing.bandwidth import BandwidthLimiter
 from shoal.swarm.wire.envelope import MAX_MESSAGE
 
-CALL_S = 5.0  # seconds for one call to the own daemon
+CALL_S = 5.0  # for one call to the own daemon
 
 
 class Published(NamedTuple):
@@ -58,7 +58,7 @@ class Subscription:
             message = await read_message(self._reader, messages().PSMessage())
         except DAEMON_GONE as error:
             raise NetworkError(f"the subscription ended ({error!r}).") from None
-        return Published(b58encode(getattr(message, "from")[:MAX_ID]), message.data)
+        return Published(b58encode(getattr(message, "from")[:MAX_ID_BYTES]), message.data)
 
     def close(self) -> None:
         self._writer.close()
@@ -106,7 +106,7 @@ class PubSub:
         """Return the connected peers that are known to listen to ``topic``."""
         _, writer, answer = await self._ask("LIST_PEERS", topic)
         writer.close()
-        return tuple(sorted(b58encode(peer[:MAX_ID]) for peer in answer.pubsub.peerIDs))
+        return tuple(sorted(b58encode(peer[:MAX_ID_BYTES]) for peer in answer.pubsub.peerIDs))
 
     async def _ask(
         self, kind: str, topic: str, **fields: bytes

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
-from shoal.swarm.errors import NetworkError, Repeats
-from shoal.swarm.identity import SIGNATURE_SIZE, verify
+from shoal.swarm.errors import NetworkError
+from shoal.swarm.identity import SIGNATURE_BYTES, verify
 from shoal.swarm.p2p.addresses import host_of
 from shoal.swarm.p2p.daemon import DAEMON_GONE, Daemon, Incoming
 from shoal.swarm.p2p.punched_members import AskTimes, PunchedMembers
@@ -31,6 +31,7 @@ from shoal.swarm.p2p.second_daemon import SecondDaemon
 from shoal.swarm.p2p.seen_address import ADDRESS_UNKNOWN, DIAL_S, MESSAGE_S, usable
 from shoal.swarm.p2p.stream import Stream, short
 from shoal.swarm.pacing.meter import TrafficMeter
+from shoal.swarm.repeats import Repeats
 from shoal.swarm.wire.envelope import Address, Message, PeerId, pack, unpack
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ class Punch(Message):
     LIMIT = 2048
     peer: PeerId
     addresses: Annotated[tuple[Address, ...], Field(min_length=1, max_length=MAX_ADDRESSES)]
-    proof: Annotated[bytes, Field(min_length=SIGNATURE_SIZE, max_length=SIGNATURE_SIZE)]
+    proof: Annotated[bytes, Field(min_length=SIGNATURE_BYTES, max_length=SIGNATURE_BYTES)]
 
 
 class Puncher:

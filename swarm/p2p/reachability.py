@@ -38,13 +38,13 @@ log = logging.getLogger(__name__)
 
 
 DIAL_PROTOCOL = "/shoal/dial-back/1"
-SMALL_S = 5.0  # seconds for one small message
-CONNECT_S = 3.0  # seconds for a connection back
-TOKEN_S = 2.0  # seconds for the token over it
+MESSAGE_S = 5.0  # for one small message
+CONNECT_S = 3.0  # for a connection back
+TOKEN_S = 2.0  # for the token over it
 LOWEST_PORT = 1024
 # dials a minute to one address, and in all
-EACH = 6
-ALL = 60
+MAX_DIALS_EACH = 6
+MAX_DIALS = 60
 
 Outcome = Literal["reached", "unreached", "refused", "silent", "other", "unseen", "busy"]
 
@@ -133,16 +133,18 @@ class ReachabilityProbe:
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
-        self._each = TokenBuckets(RateLimit(messages=EACH, nbytes=EACH, senders=256))
-        self._all = TokenBuckets(RateLimit(messages=ALL, nbytes=ALL, senders=1))
+        self._each = TokenBuckets(
+            RateLimit(messages=MAX_DIALS_EACH, nbytes=MAX_DIALS_EACH, senders=256)
+        )
+        self._all = TokenBuckets(RateLimit(messages=MAX_DIALS, nbytes=MAX_DIALS, senders=1))
 
     async def answer(self, stream: Stream) -> None:
         """Serve one stream of `DIAL_PROTOCOL`. Raises NetworkError or MessageError."""
-        request = unpack(await stream.receive(DialRequest.LIMIT, SMALL_S), DialRequest)
-        await stream.send(pack(DialSeen(address=stream.origin, now=self._clock())), SMALL_S)
+        request = unpack(await stream.receive(DialRequest.LIMIT, MESSAGE_S), DialRequest)
+        await stream.send(pack(DialSeen(address=stream.origin, now=self._clock())), MESSAGE_S)
         if request.port is not None:
             outcome = await self._dial(stream.origin, request.port, request.token)
-            await stream.send(pack(DialReply(outcome=outcome)), SMALL_S)
+            await stream.send(pack(DialReply(outcome=outcome)), MESSAGE_S)
 
     async def _dial(self, address: str, port: int, token: bytes) -> Outcome:
         if not address:
@@ -178,13 +180,13 @@ async def ask(stream: Stream, port: int | None = None, token: bytes = b"") -> Di
     request = pack(DialRequest(port=port, token=token or secrets.token_bytes(16)))
     began = time.monotonic()
     clock = time.time()
-    await stream.send(request, SMALL_S)
-    seen = unpack(await stream.receive(DialSeen.LIMIT, SMALL_S), DialSeen)
+    await stream.send(request, MESSAGE_S)
+    seen = unpack(await stream.receive(DialSeen.LIMIT, MESSAGE_S), DialSeen)
     half = (time.monotonic() - began) / 2
     outcome = None
     if port is not None:
         outcome = unpack(
-            await stream.receive(DialReply.LIMIT, SMALL_S + CONNECT_S + TOKEN_S), DialReply
+            await stream.receive(DialReply.LIMIT, MESSAGE_S + CONNECT_S + TOKEN_S), DialReply
         ).outcome
     return DialBackView(stream.peer_id, seen.address, seen.now - (clock + half), half, outcome)
 

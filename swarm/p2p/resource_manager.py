@@ -101,9 +101,8 @@ class ResourceManager:
         )
         self._hourly: dict[str, TokenBuckets] = {}
         self._places = StreamPlaces(MAX_HANDLERS, self._end)
-        self._strangers = StreamPlaces(
-            MAX_STRANGERS, self._end
-        )  # the same of peers that were no members when they came
+        # The same of peers that were no members when they came.
+        self._strangers = StreamPlaces(MAX_STRANGERS, self._end)
         self._busy = self._places.peers
 
     def meter(self, protocol: str, nbytes: int) -> None:
@@ -189,10 +188,9 @@ class ResourceManager:
         total = self._busy.total()
         if not known and not self._strangers.take(stream):
             return "crowded"
-        further = self._busy.total() < total or (
-            known and stream.peer_id not in self._busy
-        )  # another has given way, or the first
-        if self._places.take(stream, MAX_FIRST if further else 0):
+        has_given_way = self._busy.total() < total  # another stream
+        is_first = known and stream.peer_id not in self._busy
+        if self._places.take(stream, MAX_FIRST if has_given_way or is_first else 0):
             return ""
         self._strangers.free(stream)
         return "crowded"

@@ -12,7 +12,7 @@ from shoal.swarm.wire.messages import Member, SeedReply, SeedRequest
 
 log = logging.getLogger(__name__)
 
-ANSWER_S = 5.0  # seconds for each message
+ANSWER_S = 5.0  # for each message
 
 
 async def ask_seed(

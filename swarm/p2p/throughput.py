@@ -11,16 +11,16 @@ from pydantic import Field
 
 from shoal.swarm.errors import NetworkError
 from shoal.swarm.p2p.rate_limit import RateLimit, TokenBuckets
-from shoal.swarm.p2p.reachability import SMALL_S
+from shoal.swarm.p2p.reachability import MESSAGE_S
 from shoal.swarm.p2p.stream import Stream, short
 from shoal.swarm.wire.envelope import Message, Reason, pack, unpack
 
 SPEED_PROTOCOL = "/shoal/speed/1"
 MAX_BYTES = 2 << 20  # each way
-MOVE_S = 10.0  # seconds for the bytes
+MOVE_S = 10.0  # for the bytes
 # tests a minute with one address, and in all
-TESTS_EACH = 4
-TESTS = 16
+MAX_TESTS_EACH = 4
+MAX_TESTS = 16
 
 
 class SpeedRequest(Message):
@@ -60,13 +60,15 @@ class ThroughputProbe:
 
     def __init__(self) -> None:
         self._each = TokenBuckets(
-            RateLimit(messages=TESTS_EACH, nbytes=TESTS_EACH * MAX_BYTES, senders=256)
+            RateLimit(messages=MAX_TESTS_EACH, nbytes=MAX_TESTS_EACH * MAX_BYTES, senders=256)
         )
-        self._all = TokenBuckets(RateLimit(messages=TESTS, nbytes=TESTS * MAX_BYTES, senders=1))
+        self._all = TokenBuckets(
+            RateLimit(messages=MAX_TESTS, nbytes=MAX_TESTS * MAX_BYTES, senders=1)
+        )
 
     async def answer(self, stream: Stream) -> None:
         """Serve one stream of `SPEED_PROTOCOL`. Raises NetworkError or MessageError."""
-        request = unpack(await stream.receive(SpeedRequest.LIMIT, SMALL_S), SpeedRequest)
+        request = unpack(await stream.receive(SpeedRequest.LIMIT, MESSAGE_S), SpeedRequest)
         reason = ""
         if not stream.origin:  # it would use up the relay's bandwidth
             reason = "the connection goes through a relay"
@@ -75,10 +77,10 @@ class ThroughputProbe:
             and self._all.take("", 1, request.nbytes)
         ):
             reason = "it was asked too often, so try again in a minute"
-        await stream.send(pack(SpeedReply(reason=reason)), SMALL_S)
+        await stream.send(pack(SpeedReply(reason=reason)), MESSAGE_S)
         if not reason:
             await _swap(stream, request.nbytes)
-            await stream.send(pack(SpeedDone()), SMALL_S)
+            await stream.send(pack(SpeedDone()), MESSAGE_S)
 
 
 async def _swap(
@@ -87,7 +89,7 @@ async def _swap(
     end = asyncio.get_running_loop().time() + MOVE_S
     out = memoryview(bytes(nbytes))
     into = memoryview(bytearray(nbytes))
-    await stream.swap(out, into, chunk_timeout=SMALL_S, deadline=end, on_progress=on_progress)
+    await stream.swap(out, into, chunk_timeout=MESSAGE_S, deadline=end, on_progress=on_progress)
 
 
 async def measure(stream: Stream, nbytes: int = MAX_BYTES) -> Throughput:
@@ -95,8 +97,8 @@ async def measure(stream: Stream, nbytes: int = MAX_BYTES) -> Throughput:
 
     Raises NetworkError (nothing came, or a refusal) or MessageError.
     """
-    await stream.send(pack(SpeedRequest(nbytes=nbytes)), SMALL_S)
-    reply = unpack(await stream.receive(SpeedReply.LIMIT, SMALL_S), SpeedReply)
+    await stream.send(pack(SpeedRequest(nbytes=nbytes)), MESSAGE_S)
+    reply = unpack(await stream.receive(SpeedReply.LIMIT, MESSAGE_S), SpeedReply)
     if reply.reason:
         raise NetworkError(f"peer {short(stream.peer_id)} does not measure: {reply.reason}.")
     loop = asyncio.get_running_loop()

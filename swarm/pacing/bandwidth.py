@@ -6,8 +6,8 @@ import asyncio
 import time
 from collections.abc import Callable
 
-CHUNK_S = 0.1  # seconds of the budget that are sent at once: small messages wait no longer
-BURST_S = 0.25  # seconds of it that may be saved up
+CHUNK_S = 0.1  # of the budget that are sent at once: small messages wait no longer
+BURST_S = 0.25  # of it that may be saved up
 SHORTEST_WAIT_S = 0.001  # of one sleep, so that rounding cannot make it spin
 
 

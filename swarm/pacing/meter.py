@@ -16,7 +16,7 @@ from shoal.swarm.pacing.routes import Routes
 from shoal.swarm.pacing.window import MIN_WINDOW_BYTES
 
 BULK_PERIODS_KEPT = 8  # times of bulk whose rate counts
-RATE_KNOWN_S = 5.0  # seconds of bulk from which on its rate is known
+RATE_KNOWN_S = 5.0  # of bulk from which on its rate is known
 
 
 @dataclass(frozen=True)

@@ -24,12 +24,12 @@ log = logging.getLogger(__name__)
 
 
 CHUNKS_PROTOCOL = "/shoal/pieces/1"
-SMALL_S = 10.0  # for one small message, or without a byte
+MESSAGE_S = 10.0  # for one small message, or without a byte
 CHUNK_S = 60.0  # for one chunk; more while it moves (`chunk_s`)
 IDLE_S = 30.0  # that a caller may leave a stream without a request
 MAX_SERVED = 64  # streams at once
 # Of one download:
-LANES = 2  # streams to one source
+STREAMS_PER_SOURCE = 2  # streams to one source
 MAX_SOURCES = 8
 
 
@@ -37,7 +37,7 @@ def chunk_s(nbytes: int) -> float:
     """Return the seconds that a chunk may take while it moves: all streams of its download may
     share the slowest link.
     """
-    return LANES * MAX_SOURCES * extension_s(nbytes)
+    return STREAMS_PER_SOURCE * MAX_SOURCES * extension_s(nbytes)
 
 
 class ChunkServer:
@@ -73,7 +73,7 @@ class ChunkServer:
                 data = None if snapshot is None else _chunk(snapshot, request.chunk)
                 if snapshot is None or data is None:
                     await stream.send(
-                        pack(ChunkReply(nbytes=0, reason="this peer does not hold it")), SMALL_S
+                        pack(ChunkReply(nbytes=0, reason="this peer does not hold it")), MESSAGE_S
                     )
                     continue
                 if left is None:
@@ -92,12 +92,12 @@ class ChunkServer:
                     download.enter_context(self._kept.read(reading))
                 # Of what is sent much may still be in buffers before a slow link.
                 patience_s = IDLE_S + chunk_s(len(data))
-                await stream.send(pack(ChunkReply(nbytes=len(data))), SMALL_S)
+                await stream.send(pack(ChunkReply(nbytes=len(data))), MESSAGE_S)
                 now = asyncio.get_running_loop().time()
                 await stream.swap(
                     data,
                     memoryview(bytearray()),
-                    chunk_timeout=SMALL_S,
+                    chunk_timeout=MESSAGE_S,
                     deadline=now + CHUNK_S,
                     longest=now + chunk_s(len(data)),
                 )

@@ -33,12 +33,12 @@ if TYPE_CHECKING:
 from shoal.swarm.state.chunk_server import (
     CHUNK_S,
     CHUNKS_PROTOCOL,
-    LANES,
     MAX_SOURCES,
-    SMALL_S,
+    MESSAGE_S,
+    STREAMS_PER_SOURCE,
     chunk_s,
 )
-from shoal.swarm.state.snapshot import DIGEST, chunk_size, chunks_in, snapshot_id
+from shoal.swarm.state.snapshot import DIGEST_BYTES, chunk_size, chunks_in, snapshot_id
 from shoal.swarm.state.spool import Spool, spool_for
 
 log = logging.getLogger(__name__)
@@ -76,16 +76,16 @@ class ChunkSource:
         """
         if self._stream is None:
             self._stream = await self._host.open(
-                self.peer, CHUNKS_PROTOCOL, addresses=self._addresses, timeout=SMALL_S
+                self.peer, CHUNKS_PROTOCOL, addresses=self._addresses, timeout=MESSAGE_S
             )
             if self._closed:
                 self.close()
                 raise NetworkError("the download is over.")
         stream = self._stream
         await stream.send(
-            pack(ChunkRequest(swarm=self._swarm, snapshot=self._id, chunk=chunk)), SMALL_S
+            pack(ChunkRequest(swarm=self._swarm, snapshot=self._id, chunk=chunk)), MESSAGE_S
         )
-        reply = unpack(await stream.receive(ChunkReply.LIMIT, SMALL_S), ChunkReply)
+        reply = unpack(await stream.receive(ChunkReply.LIMIT, MESSAGE_S), ChunkReply)
         if not reply.nbytes:
             raise NotHeldError(f"peer {short(self.peer)} does not hold these weights any more.")
         if reply.nbytes != len(room):
@@ -97,7 +97,7 @@ class ChunkSource:
         await stream.swap(
             NOTHING,
             room,
-            chunk_timeout=SMALL_S,
+            chunk_timeout=MESSAGE_S,
             deadline=now + CHUNK_S,
             longest=now + chunk_s(len(room)),
         )
@@ -109,7 +109,8 @@ class ChunkSource:
             self._stream = None
 
 
-TWICE = 2  # sources that are asked for the same chunk when there is nothing else to ask for
+MAX_SOURCES_OF_CHUNK = 2
+"""That are asked for the same chunk when there is nothing else to ask for."""
 
 Peer = tuple[str, Sequence[str]]
 """Peer id and addresses."""
@@ -142,17 +143,23 @@ class ChunkPlan:
         if self._free:
             chunk = self._free.popleft()
         else:
-            # Of the same source a second copy would only slow down the first.
-            waiting = [
-                chunk
-                for chunk, lanes in self._asked.items()
-                if len(lanes) < TWICE and source not in map(self._source.get, lanes)
-            ]
-            if not waiting:
+            again = self._second_copy(source)
+            if again is None:
                 return None
-            chunk = waiting[0]
+            chunk = again
         self._asked.setdefault(chunk, []).append(lane)
         return chunk
+
+    def _second_copy(self, source: object) -> int | None:
+        """Return a chunk that another source was asked for, and may be slow to give.
+
+        Of the same source a second copy would only slow down the first.
+        """
+        for chunk, lanes in self._asked.items():
+            sources = [self._source.get(lane) for lane in lanes]
+            if len(lanes) < MAX_SOURCES_OF_CHUNK and source not in sources:
+                return chunk
+        return None
 
     def got(self, chunk: int) -> bool:
         """Note that a right chunk has arrived; return False if it had arrived before."""
@@ -210,7 +217,7 @@ async def fetch_digests(
     """Fetch the list of the chunks' digests from the first of ``sources`` that has it, and check
     it. NetworkError: none has.
     """
-    room = bytearray(DIGEST * chunks_in(header.nbytes))
+    room = bytearray(DIGEST_BYTES * chunks_in(header.nbytes))
     for peer, addresses in sources:
         try:
             with closing(ChunkSource(host, swarm, snapshot_id(header), peer, addresses)) as source:
@@ -283,9 +290,10 @@ class _Download:
         self._sources: list[ChunkSource] = []
 
     async def run(self, sources: Sequence[Peer]) -> None:
-        async with running(
-            self._whole(), *(self._lane(peer) for _ in range(LANES) for peer in sources)
-        ) as (whole, *lanes):
+        streams = []
+        for _ in range(STREAMS_PER_SOURCE):
+            streams += [self._lane(peer) for peer in sources]
+        async with running(self._whole(), *streams) as (whole, *lanes):
             pending: set[asyncio.Future[None]] = {whole, *lanes}
             while not whole.done() and len(pending) > 1:
                 finished, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
@@ -321,7 +329,8 @@ class _Download:
                     continue
                 room = scratch[: chunk_size(self._header.nbytes, chunk)]
                 await source.take(chunk, room)
-                if blake3(room).digest() != self._digests[chunk * DIGEST : (chunk + 1) * DIGEST]:
+                at = chunk * DIGEST_BYTES
+                if blake3(room).digest() != self._digests[at : at + DIGEST_BYTES]:
                     self.wrong.add(peer)
                     raise MessageError(
                         f"peer {short(peer)} served a chunk of the weights that does not match its "

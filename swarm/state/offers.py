@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 
 
 STATE_PROTOCOL = "/shoal/state/2"
-ANSWER_S = 5.0  # seconds in which a peer that is awake says whether it will hand out its weights
+ANSWER_S = 5.0  # in which a peer that is awake says whether it will hand out its weights
 # seconds in which it then makes the snapshot, between two steps, if no round is exchanged meanwhile
 MAKE_S = 60.0
 GRACE_S = 10.0  # more for its answer to arrive
-ENOUGH = 2  # peers that offer the same snapshot
-AHEAD = 2  # rounds
+CONFIRMING_PEERS = 2  # peers that offer the same snapshot
+MAX_AHEAD_ROUNDS = 2  # rounds
 
 
 class NoStateError(NetworkError):
@@ -64,7 +64,7 @@ def believed(rounds: Iterable[int]) -> int:
     """Return the latest round that is believed if peers state these, at least one: a lone one far
     ahead of the others is not.
     """
-    return median_low(rounds) + AHEAD
+    return median_low(rounds) + MAX_AHEAD_ROUNDS
 
 
 def _limit(offers: Iterable[SnapshotOffer]) -> int:
@@ -77,7 +77,7 @@ def _ranges(offers: Iterable[SnapshotOffer]) -> int:
 
 def _spread(some: Sequence[SnapshotOffer], offers: Sequence[SnapshotOffer]) -> bool:
     """Return whether ``some`` are of two address ranges, or all ``offers`` of one."""
-    return _ranges(some) >= min(_ranges(offers), ENOUGH)
+    return _ranges(some) >= min(_ranges(offers), CONFIRMING_PEERS)
 
 
 def plausible(offers: Sequence[SnapshotOffer]) -> list[SnapshotOffer]:
@@ -161,7 +161,7 @@ async def collect(
     try:
         while (
             pending
-            and count(agreed(offers)) < ENOUGH
+            and count(agreed(offers)) < CONFIRMING_PEERS
             and count(offers) < most
             and loop.time() < until
         ):
@@ -172,9 +172,8 @@ async def collect(
             if offers:
                 until = min(until, loop.time() + patience)
     finally:
-        for task in (
-            asked
-        ):  # in this order: that of a set is another in every run, and a simulation repeats itself
+        # In this order: that of a set is another in every run, and a simulation repeats itself.
+        for task in asked:
             task.cancel()
         await asyncio.gather(*pending, return_exceptions=True)
     order = {peer: place for place, (peer, _) in enumerate(sources)}
@@ -195,4 +194,4 @@ def agreed(offers: Sequence[SnapshotOffer]) -> list[SnapshotOffer]:
         return _ranges(group), len(group), round <= limit, round
 
     most = max(same.values(), key=rank, default=[])
-    return most if len(most) >= ENOUGH else []
+    return most if len(most) >= CONFIRMING_PEERS else []

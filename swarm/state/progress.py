@@ -20,8 +20,8 @@ from shoal.swarm.figures import amount, duration
 from shoal.swarm.p2p.tasks import first_of, running
 from shoal.swarm.pacing.progress import SLOWEST_BYTES_PER_S
 
-FETCH_S = 3600.0  # seconds that a fetch may take in any case
-UNSEEN_S = 5.0  # seconds of a download before there is an estimate
+FETCH_S = 3600.0  # that a fetch may take in any case
+UNSEEN_S = 5.0  # of a download before there is an estimate
 
 T = TypeVar("T")
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from shoal.swarm.p2p.host import Host
 
 from shoal.swarm.state.offers import (
-    ENOUGH,
+    CONFIRMING_PEERS,
     SnapshotOffer,
     _limit,
     _ranges,
@@ -39,9 +39,9 @@ from shoal.swarm.state.offers import (
     plausible,
 )
 
-SAMPLE = 4  # chunks that are compared
+SAMPLE_CHUNKS = 4  # chunks that are compared
 # of the larger norm: unrelated weights are 1.4 apart, opposite ones 2, nothing and something 1
-NEAR = 0.8
+MAX_NEAR_DISTANCE = 0.8
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ async def choose(
     NetworkError if they are gone.
     """
     found = agreed(offers)
-    if len(offers) < ENOUGH or (found and _spread(found, offers)):
+    if len(offers) < CONFIRMING_PEERS or (found and _spread(found, offers)):
         return found or list(offers)
     later = max(offer.header.round for offer in plausible(offers))
     behind = [offer.source for offer in offers if offer.header.round < later]
@@ -95,7 +95,7 @@ async def _confirmed(
     in_slow = FLOAT32.nbytes(offers[0].header.shapes)  # all have the same: ``check`` saw to it
     chunks = sorted(
         random.Random(fresh_nonce()).sample(
-            range(chunks_in(in_slow)), min(SAMPLE, chunks_in(in_slow))
+            range(chunks_in(in_slow)), min(SAMPLE_CHUNKS, chunks_in(in_slow))
         )
     )
     for offer in sorted(offers, key=lambda one: -one.header.round):
@@ -117,7 +117,7 @@ async def _confirmed(
             short(other.peer),
             apart,
         )
-        if apart <= NEAR:
+        if apart <= MAX_NEAR_DISTANCE:
             near[one.peer].append(other)
             near[other.peer].append(one)
     limit = _limit(compared)
@@ -135,7 +135,9 @@ async def _confirmed(
         )
 
     best = max(compared, key=rank)
-    if len(near[best.peer]) < ENOUGH or (strict and not _spread(near[best.peer], compared)):
+    is_confirmed = len(near[best.peer]) >= CONFIRMING_PEERS
+    is_spread = not strict or _spread(near[best.peer], compared)
+    if not is_confirmed or not is_spread:
         names = " and ".join(short(one.peer) for one in compared[:2])
         raise UnconfirmedError(
             f"peers {names} serve weights that lie far from each other, and no other peer confirms "

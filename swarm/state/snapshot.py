@@ -24,7 +24,7 @@ from shoal.swarm.state.spool import Spool, SpooledTensors, spool_for
 from shoal.swarm.wire.envelope import CHUNK, pack, pack_shapes
 from shoal.swarm.wire.messages import StateHeader
 
-DIGEST = 32  # bytes of a chunk's BLAKE3
+DIGEST_BYTES = 32  # of a chunk's BLAKE3
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from shoal.swarm.state.snapshot import Snapshot
 
 # snapshots that a node holds at most, each as large as its slow weights and shared state in float32
-KEPT = 2
-UNUSED_S = 120.0  # seconds after which a snapshot that nobody asks for is dropped
-BUSY_S = 15.0  # seconds since a snapshot was offered in which its first download may begin
+MAX_SNAPSHOTS = 2
+UNUSED_S = 120.0  # after which a snapshot that nobody asks for is dropped
+BUSY_S = 15.0  # since a snapshot was offered in which its first download may begin
 
 
 @dataclass
@@ -51,7 +51,7 @@ class SnapshotCache:
             others = [id for id in self._held if id != snapshot.id]
             for id in sorted(
                 others, key=lambda id: (self._held[id].busy(now), self._held[id].asked)
-            )[: len(others) + 1 - KEPT]:
+            )[: len(others) + 1 - MAX_SNAPSHOTS]:
                 del self._held[id]
             self._held.setdefault(snapshot.id, _Held(snapshot, now)).asked = now
 
@@ -92,7 +92,7 @@ class SnapshotCache:
         """
         with self._lock:
             now = self._clock()
-            return sum(held.busy(now) for held in self._held.values()) >= KEPT
+            return sum(held.busy(now) for held in self._held.values()) >= MAX_SNAPSHOTS
 
     def newest(self, since: int) -> Snapshot | None:
         with self._lock:

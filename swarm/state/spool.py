@@ -19,7 +19,7 @@ from torch import Tensor
 
 from shoal.optim.codecs.base import Shape
 
-LARGE = 16 << 20  # bytes from which on a snapshot is not held in memory
+SPOOLED_BYTES = 16 << 20  # from which on a snapshot is not held in memory
 ON_DISK = Path("/var/tmp")  # the usual folder may lie in memory itself
 
 
@@ -92,6 +92,6 @@ def spool_for(nbytes: int) -> Spool | None:
     it.
     """
     try:
-        return Spool(nbytes) if nbytes >= LARGE and hasattr(os, "posix_fallocate") else None
+        return Spool(nbytes) if nbytes >= SPOOLED_BYTES and hasattr(os, "posix_fallocate") else None
     except OSError:
         return None

@@ -20,7 +20,7 @@ from shoal.optim.codecs.floats import FLOAT32
 from shoal.swarm.errors import NetworkError
 from shoal.swarm.p2p.stream import Stream
 from shoal.swarm.p2p.stream_places import StreamPlaces
-from shoal.swarm.state.chunk_server import SMALL_S, ChunkServer
+from shoal.swarm.state.chunk_server import MESSAGE_S, ChunkServer
 from shoal.swarm.state.snapshot import Snapshot, State, encode, make, nothing
 from shoal.swarm.state.snapshot_cache import SnapshotCache
 from shoal.swarm.state.spool import Spool
@@ -36,8 +36,8 @@ log = logging.getLogger(__name__)
 
 
 MAX_WAITING = 64  # callers that wait
-# rounds: who wants a later one than this node's next ones would keep a place that others need
-SOON = 64
+MAX_WAIT_ROUNDS = 64
+"""Who wants a later one than this node's next ones would keep a place that others need."""
 
 DIVERGED = Answer(verdict="refuse", reason="its own have drifted too", round=0)
 FAR = Answer(verdict="busy", reason="it is far from that round", round=0)
@@ -119,14 +119,17 @@ class StateServer:
         """
         self._kept.expire()
         wanted = list(self._wanted.items())
-        if drifted := [
+        drifted = [
             future for future, (request, peer) in wanted if self._keeps_its_own(request, peer)
-        ]:
-            self._host.call(self._turn_away(drifted, DIVERGED), SMALL_S)
+        ]
+        if drifted:
+            self._host.call(self._turn_away(drifted, DIVERGED), MESSAGE_S)
         if not wanted or self.diverged is not None or self._making:
             return
         state = current()
-        if far := [future for future, (request, _) in wanted if request.since > state.round + SOON]:
+        latest = state.round + MAX_WAIT_ROUNDS
+        far = [future for future, (request, _) in wanted if request.since > latest]
+        if far:
             with suppress(NetworkError):  # the host is closing
                 self._host.submit(self._turn_away(far, FAR))
         if all(request.since > state.round for _, (request, _) in wanted):
@@ -134,18 +137,16 @@ class StateServer:
         self._making = True
         try:
             version = state.version()
-            if (
-                self._last is not None
-                and self._last[0] == version
-                and (same := self._kept.get(self._last[1])) is not None
-            ):
+            same = None
+            if self._last is not None and self._last[0] == version:
+                same = self._kept.get(self._last[1])
+            if same is not None:
                 self._host.submit(self._hand_out(same))
             elif self._kept.full():
                 self._host.submit(self._hand_out(None))
             else:
-                self._host.submit(
-                    self._make(state, encode(state), version)
-                )  # copied here, for the next step changes them
+                # Copied here, for the next step changes them.
+                self._host.submit(self._make(state, encode(state), version))
         except (NetworkError, OSError) as error:  # the host is closing, or a disk has failed
             self._making = False
             log.debug("weights are not served: %s", error)
@@ -199,8 +200,8 @@ class StateServer:
         return (-request.round, peer) < (-own, self._host.peer_id)
 
     async def _answer(self, stream: Stream) -> None:
-        request = unpack(await stream.receive(StateRequest.LIMIT, SMALL_S), StateRequest)
-        await stream.send(pack(await self._reply(stream, request)), SMALL_S)
+        request = unpack(await stream.receive(StateRequest.LIMIT, MESSAGE_S), StateRequest)
+        await stream.send(pack(await self._reply(stream, request)), MESSAGE_S)
 
     async def _reply(self, stream: Stream, request: StateRequest) -> StateHeader | Answer:
         if request.swarm != self._swarm:
@@ -217,9 +218,8 @@ class StateServer:
         self._wanted[future] = request, stream.peer_id
         seconds = making_s(FLOAT32.nbytes(self._shapes))
         try:
-            await stream.send(
-                pack(Answer(verdict="wait", round=0)), SMALL_S
-            )  # shows that this peer is awake
+            # Shows that this peer is awake.
+            await stream.send(pack(Answer(verdict="wait", round=0)), MESSAGE_S)
             if self._resting is not None:
                 asyncio.get_running_loop().run_in_executor(None, self._offer_at_rest)
             found = await asyncio.wait_for(future, seconds)

@@ -25,12 +25,19 @@ from shoal.swarm.errors import MessageError, NetworkError, ShoalError
 from shoal.swarm.exchange.context import LEAST_RATE
 from shoal.swarm.p2p.stream import short
 from shoal.swarm.state.download import ChunkSink, MemorySink, Peer, download, fetch_digests
-from shoal.swarm.state.offers import ENOUGH, NoStateError, SnapshotOffer, agreed, collect, plausible
+from shoal.swarm.state.offers import (
+    CONFIRMING_PEERS,
+    NoStateError,
+    SnapshotOffer,
+    agreed,
+    collect,
+    plausible,
+)
 from shoal.swarm.state.progress import FETCH_S, FetchProgress, while_it_moves
 from shoal.swarm.state.query import ATTEMPTS, StateQuery
 from shoal.swarm.state.selection import UnconfirmedError, choose
 from shoal.swarm.state.snapshot import (
-    DIGEST,
+    DIGEST_BYTES,
     Snapshot,
     State,
     chunk_size,
@@ -103,7 +110,7 @@ class _StateInMemory:
         own_digests = digests_of(own)
         same = []
         for number in range(chunks_in(header.nbytes)):
-            place = slice(number * DIGEST, (number + 1) * DIGEST)
+            place = slice(number * DIGEST_BYTES, (number + 1) * DIGEST_BYTES)
             if own_digests[place] == digests[place]:
                 same.append(number)
         return MemorySink(header.nbytes, own, same)
@@ -132,7 +139,7 @@ async def choose_source(
     """
     # Copies that are not equal need not all be waited for: two will do, unless they did not confirm
     # each other.
-    most = MAX_ASKED if query.equal or attempt else ENOUGH
+    most = MAX_ASKED if query.equal or attempt else CONFIRMING_PEERS
     offers, errors = await collect(
         host,
         query.request,
@@ -254,7 +261,7 @@ class _Fetch(Generic[SinkT, T]):
         offers = await choose_source(self._host, self._query, asked, self._failed)
         header = offers[0].header
         sources = [offer.source for offer in offers]
-        if len({peer for peer, _ in sources}) < ENOUGH:
+        if len({peer for peer, _ in sources}) < CONFIRMING_PEERS:
             log.info(
                 "the weights of round %d are those of peer %s", header.round, short(offers[0].peer)
             )

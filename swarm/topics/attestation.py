@@ -13,7 +13,7 @@ from pydantic import Field
 
 from shoal.swarm.errors import MessageError
 from shoal.swarm.gossip.gossip import Gossip
-from shoal.swarm.identity import SIGNATURE_SIZE, Identity, verify
+from shoal.swarm.identity import SIGNATURE_BYTES, Identity, verify
 from shoal.swarm.p2p.rate_limit import RateLimit
 from shoal.swarm.wire.envelope import KIB, Message, PeerId, SwarmId
 
@@ -45,7 +45,7 @@ class Attestation(Message):
     swarm: SwarmId
     peer: PeerId
     record: Annotated[bytes, Field(min_length=1, max_length=MAX_RECORD_BYTES)]
-    signature: Annotated[bytes, Field(min_length=SIGNATURE_SIZE, max_length=SIGNATURE_SIZE)]
+    signature: Annotated[bytes, Field(min_length=SIGNATURE_BYTES, max_length=SIGNATURE_BYTES)]
 
 
 def sign_record(identity: Identity, data: bytes) -> bytes:

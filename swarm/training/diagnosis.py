@@ -14,13 +14,13 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from shoal.optim import RoundInfo
-from shoal.swarm.errors import Repeats
 from shoal.swarm.exchange.contribution import RECENT, ExchangeStats
 from shoal.swarm.exchange.robust import RejectedUpdate
 from shoal.swarm.membership.directory import Directory
 from shoal.swarm.membership.health_report import FAILED, PARTNERLESS, partner_remedy
 from shoal.swarm.p2p.stream import short
 from shoal.swarm.refusals import listed
+from shoal.swarm.repeats import Repeats
 from shoal.swarm.training.notice import Notice
 from shoal.swarm.training.partition_detector import PartitionDetector, some
 from shoal.swarm.wire.envelope import Sketch

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from shoal.optim import OuterOptimizer, RoundInfo, Steps
-from shoal.swarm.errors import Repeats
 from shoal.swarm.exchange.cost import BUSY
+from shoal.swarm.repeats import Repeats
 from shoal.swarm.training.notice import Notice
 
 BYTES_OF_MBIT = 125_000

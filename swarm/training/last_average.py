@@ -44,19 +44,19 @@ GRACE_S = 10.0
 """Seconds beyond the time that a member should need by its own speed: its record comes late, and it
 evaluates first.
 """
-SLACK = 1.5
+STEP_TIME_FACTOR = 1.5
 """Times the seconds that its remaining steps should take: it waits for partners between them."""
 SECOND_TRY_S = 10.0
 """Seconds that a try waits at least, also after the longest wait."""
-MOST_GATHERED = 8
+MAX_GATHERED = 8
 """Members of a group in which each holds all contributions, as a robust rule needs: so many models
 are in memory.
 """
-WORSE = 0.01
+MAX_ADDED_LOSS_SHARE = 0.01
 """Share of its held-out loss that a node of a swarm with ``check_loss`` lets the mean add before it
 keeps its own weights.
 """
-NAMED = 4
+MAX_PEERS_NAMED = 4
 """Members that a sentence names."""
 
 
@@ -119,7 +119,7 @@ class EndReport:
 
 
 def _listed(names: Collection[str]) -> str:
-    shown = list(names)[:NAMED]
+    shown = list(names)[:MAX_PEERS_NAMED]
     more = len(names) - len(shown)
     return ", ".join(shown) + (f" and {more} more" if more else "")
 
@@ -205,7 +205,7 @@ class LastAverage(Exchange):
             context,
             timeouts,
             fragments=fragments,
-            max_group=MOST_GATHERED if screen.gathers else MAX_GROUP,
+            max_group=MAX_GATHERED if screen.gathers else MAX_GROUP,
             screen=screen,
             view=_EndView(context, fragments),
             time=self._time,
@@ -307,7 +307,7 @@ class LastAverage(Exchange):
         if left < 0:  # it goes on beyond this node's end
             return 0.0
         needs = left / member.steps_per_s if member.steps_per_s > 0 else 0.0
-        return 0.0 if needs > LONGEST_WAIT_S else SLACK * needs + GRACE_S
+        return 0.0 if needs > LONGEST_WAIT_S else STEP_TIME_FACTOR * needs + GRACE_S
 
 
 class _RestingHandle(Handle):
@@ -353,7 +353,7 @@ def allowed(before: float | None, after: float | None) -> bool:
     """
     if before is None:
         return True
-    return after is not None and after <= before + WORSE * abs(before)
+    return after is not None and after <= before + MAX_ADDED_LOSS_SHARE * abs(before)
 
 
 def average_at_end(

@@ -5,16 +5,8 @@
     optimizer.load_state_dict(checkpoint["optimizer"])
 
 The swarm has gone on meanwhile. Of the checkpoint's weights and the swarm's, those of the later
-round count:
-
-* **The swarm is further**: its weights stay, in the model too, with its round and this optimizer's
-  outer state. Of the checkpoint the inner optimizer's state counts. This node's next round has
-  weight 0, as a newcomer's.
-* **The same round, or a swarm that has not begun**: all of the checkpoint counts, so that a job
-  whose peers all resume the same step goes on bit by bit.
-* **The checkpoint is further**: its weights count. Where peers hold weights of their own the round
-  stays the swarm's, because no other peer is near the checkpoint's. Where all hold the same
-  (`Anchored` rules) the others follow to the later round.
+round count; in the same round, or before a swarm begins, all of the checkpoint does. What else
+counts in each case: docs/internals.md, "A peer that comes back".
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -17,6 +17,8 @@ from shoal.swarm.identity import Identity
 from shoal.swarm.membership import membership as members
 from shoal.swarm.membership.membership import Membership, NetworkOptions
 from shoal.swarm.state.catch_up import check_model
+from shoal.swarm.training.following_session import FollowingSession
+from shoal.swarm.training.session import Session
 from shoal.swarm.training.session_setup import (
     EPOCH_S,
     SessionError,
@@ -28,12 +30,6 @@ from shoal.swarm.training.session_setup import (
     whole_parameters,
 )
 from shoal.swarm.training.step_watch import outlive_main
-
-if TYPE_CHECKING:
-    pass
-
-from shoal.swarm.training.following_session import FollowingSession
-from shoal.swarm.training.session import Session
 
 READ_S = 10.0
 """For a newcomer's first reading of the directory."""
@@ -58,33 +54,23 @@ def create(
     """Create a swarm and return its first session; others join by its ``link``.
 
     Args:
-        state: the model to average: a module or a list of parameters, of which those that require a
-            gradient count.
-        name: of the swarm, for people.
-        node: this node's name, for people.
-        start_when: peers that must be there before training begins.
+        state: a module or a list of parameters; those that require a gradient are averaged.
+        name, node: what people call the swarm, and this node.
+        start_when: peers at which training begins.
         shards: parts that the data is divided into.
-        seed: of the pairing and everything else that peers draw alike.
-        invite_only: admit only peers with an invitation of `shoal invite`, which needs this node's
-            ``identity``: name a file.
-        bucket: most members that one node reads and averages with at a time, 4 to 64; 0: all. For
-            swarms of hundreds.
-        epoch_s: seconds after which members are reassigned to other buckets, at least 30; best four
-            to eight rounds.
-        network: where this node listens, and other options of the network.
-        identity: a key, or the file of one, made if it is not there; None: a new one that is not
-            kept.
-        ranks: the processes of this peer, if a torch.distributed job is one (`shoal.Ranks`). Each
-            makes the session, with its own model (DDP, FSDP2) as state; rank 0's other arguments
-            count, and it alone is in the network.
-        outer: ``method``, ``every`` and whatever else ``OuterSettings`` has. ``fragments`` may also
-            be a list of modules (or of lists of modules and parameters) in place of their number;
-            those who join take them from the manifest.
+        seed: of what all peers draw alike.
+        invite_only: admit by invitation; needs a file as ``identity``.
+        bucket: most members to average with, 4 to 64; 0: all.
+        epoch_s: seconds after which buckets change, at least 30.
+        network: where this node listens.
+        identity: a key or its file, made if missing; None: not kept.
+        ranks: this peer's processes, whose rank 0 decides.
+        outer: fields of ``OuterSettings``; ``fragments`` may be modules.
 
     Raises:
         SessionError, IdentityError, AdmissionError: an argument cannot be used.
         StartupError: the node does not get onto the network; nothing is left running.
-        RankFailed, RankLost: another rank of this peer raised one of these, or is gone.
+        RankFailed, RankLost: another rank raised one of these, or is gone.
     """
 
     def connected(params: AveragedParameters) -> Membership:

@@ -43,12 +43,12 @@ if TYPE_CHECKING:
     from shoal.swarm.exchange.group.exchange import GroupExchange
 
 EPOCH_S: float = Manifest.model_fields["epoch_s"].default
-PATIENCE_S = 600.0  # seconds to wait for the start of the swarm, or for its weights
+PATIENCE_S = 600.0  # to wait for the start of the swarm, or for its weights
 # seconds without any other member in view after which a joiner has nobody left to begin with
 ALONE_S = 30.0
 LOOK_S = 0.2
 REMIND_S = 10.0
-MAX_NAME = 64  # characters
+MAX_NAME_CHARS = 64  # characters
 NAME_ID_CHARS = 4  # of the peer id, in the name of a node that was given none
 
 log = logging.getLogger(__name__)
@@ -441,7 +441,7 @@ def named(model: nn.Module | None, params: Sequence[Tensor]) -> Iterator[tuple[s
 
 def checked_name(given: str) -> str:
     """Return the name of a node. SessionError if it cannot be shown."""
-    if len(given) > MAX_NAME or not given.isprintable():
+    if len(given) > MAX_NAME_CHARS or not given.isprintable():
         raise SessionError(
             "The name of a node is at most 64 printable characters: give it a shorter one."
         )
@@ -453,7 +453,7 @@ def default_name(peer: str) -> str:
     of one machine differ.
     """
     machine = platform.node().split(".")[0] or "node"
-    return f"{machine[: MAX_NAME - NAME_ID_CHARS - 1]}-{peer[-NAME_ID_CHARS:]}"
+    return f"{machine[: MAX_NAME_CHARS - NAME_ID_CHARS - 1]}-{peer[-NAME_ID_CHARS:]}"
 
 
 def identity_of(given: Identity | str | os.PathLike[str] | None) -> Identity:

@@ -12,7 +12,7 @@ from shoal.optim.exchange.base import Contribution, RoundKey
 from shoal.optim.exchange.update_screen import UpdateScreen
 from shoal.swarm.errors import ShoalError
 from shoal.swarm.exchange.robust import DistanceScreen, LossCheck
-from shoal.swarm.internal_errors import TRACEBACKS, InternalErrors
+from shoal.swarm.internal_errors import MAX_TRACEBACKS, InternalErrors
 from tests.support.fake_network import SWARM, GroupPeer
 from tests.support.pair_peers import Peer
 
@@ -61,9 +61,9 @@ def test_error_with_a_remedy_is_not_reported():
 def test_the_memory_is_bounded(caplog):
     errors = InternalErrors()
     with caplog.at_level(logging.ERROR, "shoal"):
-        for number in range(4 * TRACEBACKS):
+        for number in range(4 * MAX_TRACEBACKS):
             caught(errors, text="x" * 10_000, kind=type(f"Kind{number}", (Exception,), {}))
-    assert len(caplog.records) == TRACEBACKS
+    assert len(caplog.records) == MAX_TRACEBACKS
     assert max(len(one["first"]) for one in errors.report().values()) <= 200
 
 

@@ -34,7 +34,7 @@ from shoal.swarm.pacing.meter import TrafficMeter
 from shoal.swarm.state import sync
 from shoal.swarm.state.offers import SnapshotOffer
 from shoal.swarm.state.query import ModelDiffersError
-from shoal.swarm.state.snapshot import DIGEST, State, chunk_size, encode
+from shoal.swarm.state.snapshot import DIGEST_BYTES, State, chunk_size, encode
 from shoal.swarm.state.snapshot import make as snapshot_of
 from shoal.swarm.wire.envelope import CHUNK, pack_names
 from tests.support.records import member_of
@@ -311,7 +311,7 @@ def test_partial_file_is_checked_by_digests(world, tmp_path):
     again = ResumableDownload(tmp_path / "p", header, digests, header.nbytes)
     assert again.have == {0}
     again.close()
-    assert len(digests) == DIGEST * 3
+    assert len(digests) == DIGEST_BYTES * 3
 
 
 @pytest.mark.parametrize(

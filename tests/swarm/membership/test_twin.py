@@ -10,12 +10,13 @@ from types import SimpleNamespace
 import pytest
 
 from shoal.swarm.access.link import Link
-from shoal.swarm.errors import AdmissionError, Repeats
+from shoal.swarm.errors import AdmissionError
 from shoal.swarm.identity import Identity
 from shoal.swarm.membership.directory import Directory
 from shoal.swarm.membership.membership import Membership, NetworkOptions, join
 from shoal.swarm.membership.records import key_of, make_record
 from shoal.swarm.membership.twin_watch import CLOCKS_APART_S
+from shoal.swarm.repeats import Repeats
 from tests.support.directory_hosts import Shelf
 from tests.support.records import ABOUT, SWARM, member_of
 

@@ -438,7 +438,7 @@ async def test_an_announced_length_that_is_too_large_is_not_allocated():
         return await daemon.read_message(reader, daemon.messages().Response())
 
     with pytest.raises(OSError):
-        await read(varint(daemon.MAX_FRAME + 1))
+        await read(varint(daemon.MAX_FRAME_BYTES + 1))
     with pytest.raises(EOFError):
         await read(varint(100) + bytes(99))
 

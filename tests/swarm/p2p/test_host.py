@@ -173,13 +173,14 @@ def test_dial_or_stream_tells_where_a_peer_is(two):
 
 def test_records(two):
     a, b = two
+    large = b"2" * host_module.MAX_VALUE_BYTES
     assert a.call(a.store("key", "one", b"1", 20), 60)
-    assert b.call(b.store("key", "two", b"2" * host_module.MAX_VALUE, 20), 60)
+    assert b.call(b.store("key", "two", large, 20), 60)
     for host in two:
-        assert host.call(host.get("key"), 60) == {"one": b"1", "two": b"2" * host_module.MAX_VALUE}
+        assert host.call(host.get("key"), 60) == {"one": b"1", "two": large}
         assert host.call(host.get("nothing"), 60) == {}
     with pytest.raises(ValueError):
-        a.call(a.store("key", "big", bytes(host_module.MAX_VALUE + 1), 20), 60)
+        a.call(a.store("key", "big", bytes(host_module.MAX_VALUE_BYTES + 1), 20), 60)
     assert a.call(a.store("key", "brief", b"3", 0.2), 60)
     until(lambda: "brief" not in b.call(b.get("key"), 60))
 

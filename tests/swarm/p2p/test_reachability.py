@@ -13,10 +13,10 @@ from shoal.swarm.identity import Identity
 from shoal.swarm.p2p.host import Host
 from shoal.swarm.p2p.multiaddr import origin
 from shoal.swarm.p2p.reachability import (
-    ALL,
     DIAL_PROTOCOL,
-    EACH,
     LOWEST_PORT,
+    MAX_DIALS,
+    MAX_DIALS_EACH,
     DialBackView,
     DialRequest,
     ReachabilityProbe,
@@ -28,8 +28,8 @@ from shoal.swarm.p2p.reachability import (
 from shoal.swarm.p2p.stream import Stream
 from shoal.swarm.p2p.throughput import (
     MAX_BYTES,
+    MAX_TESTS_EACH,
     SPEED_PROTOCOL,
-    TESTS_EACH,
     SpeedRequest,
     ThroughputProbe,
     measure,
@@ -155,23 +155,25 @@ async def test_dials_are_few(monkeypatch):
 
     monkeypatch.setattr("shoal.swarm.p2p.reachability._dial", look)
     server, outcomes = ReachabilityProbe(), []
-    for index in range(ALL + EACH):
-        async with wires(f"8.8.8.{index // (2 * EACH)}", server.answer) as stream:
+    for index in range(MAX_DIALS + MAX_DIALS_EACH):
+        async with wires(f"8.8.8.{index // (2 * MAX_DIALS_EACH)}", server.answer) as stream:
             outcomes.append((await ask(stream, 4001, bytes(16))).outcome)
-    assert outcomes[: 2 * EACH] == ["reached"] * EACH + ["busy"] * EACH
-    assert outcomes.count("reached") <= ALL
+    assert (
+        outcomes[: 2 * MAX_DIALS_EACH] == ["reached"] * MAX_DIALS_EACH + ["busy"] * MAX_DIALS_EACH
+    )
+    assert outcomes.count("reached") <= MAX_DIALS
 
 
 async def test_a_speed_test_is_neither_relayed_nor_repeated_for_ever():
     server, said = ThroughputProbe(), []
-    for address in ("", *["8.8.8.8"] * (TESTS_EACH + 1)):
+    for address in ("", *["8.8.8.8"] * (MAX_TESTS_EACH + 1)):
         async with wires(address, server.answer) as stream:
             try:
                 said.append(str(await measure(stream, 1000)).split("(")[0])
             except NetworkError as error:
                 said.append(str(error))
     assert "goes through a relay" in said[0]
-    assert said[1:-1] == ["Throughput"] * TESTS_EACH
+    assert said[1:-1] == ["Throughput"] * MAX_TESTS_EACH
     assert "asked too often" in said[-1]
 
 

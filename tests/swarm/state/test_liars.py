@@ -16,7 +16,7 @@ from shoal.optim.parameters import AveragedParameters
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.exchange.contribution import model_digest
 from shoal.swarm.state.catch_up import sources_in
-from shoal.swarm.state.offers import AHEAD, SnapshotOffer, agreed, believed, plausible
+from shoal.swarm.state.offers import MAX_AHEAD_ROUNDS, SnapshotOffer, agreed, believed, plausible
 from shoal.swarm.state.query import LAST_ROUND, StateQuery
 from shoal.swarm.state.selection import UnconfirmedError, choose
 from shoal.swarm.state.snapshot import State, encode, make
@@ -83,7 +83,7 @@ def test_far_round_is_not_the_latest(lie, honest):
         + [State(lie, slow(seed=9))]
     )
     assert {offer.header.round for offer in plausible(offers)} <= {7, 8}
-    assert believed(offer.header.round for offer in offers) <= 8 + AHEAD
+    assert believed(offer.header.round for offer in offers) <= 8 + MAX_AHEAD_ROUNDS
 
 
 def test_two_liars_do_not_beat_two_honest():
@@ -164,7 +164,7 @@ def member(peer, round, model=MODEL):
 
 def test_far_rounds_do_not_fill_the_list():
     """Of 20 honest and 19 liars, the liars are not all that is asked."""
-    members = {f"honest{n}": member(f"honest{n}", 100 + AHEAD) for n in range(20)}
+    members = {f"honest{n}": member(f"honest{n}", 100 + MAX_AHEAD_ROUNDS) for n in range(20)}
     members |= {f"liar{n}": member(f"liar{n}", 2**50 + n) for n in range(19)}
     host = types.SimpleNamespace(met={}, locate=lambda *_: None, call=lambda *_: None)
     asked = [peer for peer, _ in sources_in(host, members, MODEL, creator="honest7")]

@@ -11,8 +11,8 @@ import torch
 
 from shoal.swarm.errors import NetworkError
 from shoal.swarm.state import chunk_server, sync
-from shoal.swarm.state.chunk_server import ChunkServer
-from shoal.swarm.state.download import LANES, MemorySink
+from shoal.swarm.state.chunk_server import STREAMS_PER_SOURCE, ChunkServer
+from shoal.swarm.state.download import MemorySink
 from shoal.swarm.state.progress import FETCH_S, UNSEEN_S, FetchProgress, while_it_moves
 from shoal.swarm.state.query import StateQuery
 from shoal.swarm.state.snapshot import State, chunks_in, digests_of, make
@@ -54,7 +54,8 @@ class Download:
     def __init__(self, monkeypatch, loop, rate, count=1):
         self.loop = loop
         monkeypatch.setattr(memory_stream, "CHUNK", 4096)  # a link that is slow has small packets
-        self.network = SimNetwork(loop, 1, Links(0.02, 0.0, rate / (count * LANES)), Trace())
+        links = Links(0.02, 0.0, rate / (count * STREAMS_PER_SOURCE))
+        self.network = SimNetwork(loop, 1, links, Trace())
         self.host, *self.members = (
             self.network.host(name, self.network.identity(name))
             for name in ["new", *(f"m{number}" for number in range(count))]
@@ -119,7 +120,7 @@ def test_after_a_break_the_download_goes_on(download):
     found.run()
     numbers = [chunk for chunk in found.asked if chunk is not None]
     assert set(numbers) == set(range(chunks_in(NBYTES)))
-    assert len(numbers) <= chunks_in(NBYTES) + LANES  # those that were on their way
+    assert len(numbers) <= chunks_in(NBYTES) + STREAMS_PER_SOURCE  # those that were on their way
 
 
 def test_several_short_breaks_are_no_reason_to_give_up(download):

@@ -19,7 +19,7 @@ from shoal.swarm.state.offers import STATE_PROTOCOL
 from shoal.swarm.state.query import ModelDiffersError, StateQuery
 from shoal.swarm.state.snapshot import State, chunks_in, encode, make, read
 from shoal.swarm.state.spool import Spool, spool_for
-from shoal.swarm.state.state_server import SOON, StateServer
+from shoal.swarm.state.state_server import MAX_WAIT_ROUNDS, StateServer
 from shoal.swarm.state.sync import begin_fetch, fetch_state
 from shoal.swarm.wire.envelope import CHUNK, pack, unpack
 from shoal.swarm.wire.messages import Answer, StateHeader, StateRequest
@@ -457,12 +457,12 @@ def test_far_round_request_keeps_no_place(network, two):
     asking, asked = two
     server = StateServer(asked, SWARM, MODEL, [(4,)])
     far = ask(network, asking, asked, astray=False, since=2**53)
-    near = ask(network, asking, asked, astray=False, since=5 + SOON)
+    near = ask(network, asking, asked, astray=False, since=5 + MAX_WAIT_ROUNDS)
     server.offer(lambda: State(5, [torch.zeros(4)], {}, [4]))
     assert far() == "busy"
     assert len(server._wanted) == 1
-    server.offer(lambda: State(5 + SOON, [torch.zeros(4)], {}, [4]))
-    assert near() == 5 + SOON
+    server.offer(lambda: State(5 + MAX_WAIT_ROUNDS, [torch.zeros(4)], {}, [4]))
+    assert near() == 5 + MAX_WAIT_ROUNDS
 
 
 @pytest.mark.parametrize(
@@ -489,7 +489,7 @@ def test_a_snapshot_in_a_file_is_the_one_in_memory(monkeypatch, tmp_path):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
     in_memory = make(STATE, encode(STATE))
-    monkeypatch.setattr(spool, "LARGE", 1)
+    monkeypatch.setattr(spool, "SPOOLED_BYTES", 1)
     content = encode(STATE)
     assert isinstance(content, Spool)
     filed = make(STATE, content)
@@ -529,7 +529,7 @@ def test_changes_of_what_was_read_do_not_reach_the_file():
 def test_what_was_read_takes_memory_only_while_it_is_used(monkeypatch, tmp_path):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
-    monkeypatch.setattr(spool, "LARGE", 1)
+    monkeypatch.setattr(spool, "SPOOLED_BYTES", 1)
     state, maps = (
         read(make(STATE, encode(STATE)), {"momentum": [(700_000,), (3,)]}),
         Path("/proc/self/maps"),

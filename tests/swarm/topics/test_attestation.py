@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from shoal.swarm.errors import MessageError
 from shoal.swarm.gossip.envelope import make_body, make_envelope
 from shoal.swarm.gossip.gossip import Gossip
-from shoal.swarm.identity import SIGNATURE_SIZE, Identity
+from shoal.swarm.identity import SIGNATURE_BYTES, Identity
 from shoal.swarm.manifest import swarm_id
 from shoal.swarm.topics.attestation import (
     CONTEXT,
@@ -47,7 +47,7 @@ def attestation(identity=ME, record=b"record", **changes):
 def test_signature_binds_author_record_and_context(data, noise, at):
     """A signature is of one author one record and one context."""
     signature = sign_record(ME, data)
-    assert len(signature) == SIGNATURE_SIZE
+    assert len(signature) == SIGNATURE_BYTES
     assert verify_record(ME.peer_id, data, signature)
     assert not verify_record(OTHER.peer_id, data, signature)
     assert not verify_record(ME.peer_id, data + b"\x00", signature)

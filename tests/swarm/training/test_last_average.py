@@ -22,7 +22,7 @@ from shoal.swarm.training.last_average import (
     GRACE_S,
     LONGEST_WAIT_S,
     SECOND_TRY_S,
-    SLACK,
+    STEP_TIME_FACTOR,
     LastAverage,
     allowed,
     make_last_screen,
@@ -276,7 +276,7 @@ def test_soon_ending_members_are_waited_for(world):
 def test_nobody_is_waited_for_without_end(world):
     world.set(BERT, step=90, steps_per_s=1.0)
     world.last.begin(100)
-    world.now = SLACK * 10 + GRACE_S - 1
+    world.now = STEP_TIME_FACTOR * 10 + GRACE_S - 1
     assert world.there() == ["anna", "bert"]
     world.now += 2  # and its record still says 90
     assert world.there() == ["anna"]
@@ -308,7 +308,7 @@ def test_training_leader_leads_while_awaited(world):
     world.set(BERT, step=100, finished=True)
     world.last.ends_at(100)
     assert world.there() == ["anna", "bert"]
-    world.now = SLACK * 50 + GRACE_S + 1
+    world.now = STEP_TIME_FACTOR * 50 + GRACE_S + 1
     assert world.there() == ["bert"]
 
 
