@@ -54,7 +54,7 @@ def create(
     """Create a swarm and return its first session; others join by its ``link``.
 
     Args:
-        state: a module or a list of parameters; those that require a gradient are averaged.
+        state: a module or parameters; those that require a gradient are averaged.
         name, node: what people call the swarm, and this node.
         start_when: peers at which training begins.
         shards: parts that the data is divided into.
@@ -64,7 +64,7 @@ def create(
         epoch_s: seconds after which buckets change, at least 30.
         network: where this node listens.
         identity: a key or its file, made if missing; None: not kept.
-        ranks: this peer's processes, whose rank 0 decides.
+        ranks: this peer's processes.
         outer: fields of ``OuterSettings``; ``fragments`` may be modules.
 
     Raises:
