@@ -29,8 +29,8 @@ from shoal.swarm.changes import ChangePart, described, extended, refusal
 from shoal.swarm.errors import AdmissionError, IdentityError, NetworkError
 from shoal.swarm.identity import Identity
 from shoal.swarm.manifest import Manifest
-from shoal.swarm.membership.admission import connected, visited
-from shoal.swarm.membership.change_keeper import newest_change, swap_change
+from shoal.swarm.membership.change_exchange import newest_change, swap_change
+from shoal.swarm.membership.visit import connected, visited
 from shoal.swarm.p2p.host import Host
 from shoal.swarm.wire.envelope import seal
 from shoal.swarm.wire.messages import Member

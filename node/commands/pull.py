@@ -38,7 +38,7 @@ from shoal.optim.parameters import AveragedParameters
 from shoal.swarm.access.link import Link
 from shoal.swarm.exchange.contribution import model_digest
 from shoal.swarm.manifest import Manifest
-from shoal.swarm.membership.admission import visited
+from shoal.swarm.membership.visit import visited
 from shoal.swarm.p2p.host import Host
 from shoal.swarm.state.catch_up import sources_in
 from shoal.swarm.state.download import Peer

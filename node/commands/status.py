@@ -23,11 +23,11 @@ from shoal.node.console import table as grid
 from shoal.swarm.access.link import Link
 from shoal.swarm.errors import LinkError, printable
 from shoal.swarm.figures import duration
-from shoal.swarm.membership.admission import connected, open_directory
-from shoal.swarm.membership.change_keeper import newest_change
+from shoal.swarm.membership.change_exchange import newest_change
 from shoal.swarm.membership.clock_check import ASK_S, clock_problem, compare_clocks
 from shoal.swarm.membership.link_addresses import lasting_link
 from shoal.swarm.membership.overview import changes_said, overview, totals_said
+from shoal.swarm.membership.visit import connected, open_directory
 from shoal.swarm.p2p.stream import short
 from shoal.swarm.refusals import listed
 from shoal.swarm.topics.status import lag_label, reach_label, tokens_label

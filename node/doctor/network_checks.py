@@ -57,7 +57,7 @@ NOT_OFFERED = "does not offer"
 
 def daemon(visit: Visit, tell: Tell) -> str:
     """Check that the daemon starts and answers."""
-    from shoal.swarm.membership.admission import start_unconnected
+    from shoal.swarm.membership.visit import start_unconnected
 
     # The addresses of the link are tried later, one by one.
     visit.began = time.monotonic()

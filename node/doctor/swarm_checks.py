@@ -42,7 +42,8 @@ PARAMETER_BYTES = 28
 
 def swarm(visit: Visit, tell: Tell) -> str:
     """Check that a member serves the manifest, with the hash in the link."""
-    from shoal.swarm.membership.admission import fetch_manifest, open_directory
+    from shoal.swarm.membership.manifest_exchange import fetch_manifest
+    from shoal.swarm.membership.visit import open_directory
 
     assert visit.link is not None
     host = visit.running()

@@ -17,7 +17,7 @@ from shoal.node.console import table as grid
 from shoal.swarm.access.link import Link
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.manifest import Manifest
-from shoal.swarm.membership.admission import visited
+from shoal.swarm.membership.visit import visited
 from shoal.swarm.p2p.host import Host
 from shoal.swarm.p2p.stream import short
 from shoal.swarm.settings.verification import VerifySettings

@@ -14,7 +14,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from shoal.swarm.changes import (
@@ -28,70 +28,23 @@ from shoal.swarm.changes import (
 )
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.manifest import Manifest
+from shoal.swarm.membership.change_exchange import MESSAGE_S, swap_change
 from shoal.swarm.p2p.counters import Counters
 from shoal.swarm.p2p.newest import Newest
 from shoal.swarm.p2p.stream import Stream, short
 from shoal.swarm.settings.training import TrainSettings
 from shoal.swarm.wire.envelope import pack, unpack
-from shoal.swarm.wire.messages import Member
 
 if TYPE_CHECKING:
     from shoal.swarm.membership.directory import Directory
     from shoal.swarm.p2p.host import Host
 
-# seconds for one small message, and to open a stream
-SMALL_S = 5.0
-OPEN_S = 10.0
 LOOK_S = 2.0  # between two looks at the members' numbers, which use no network
-# seconds for which a member is not asked again: it may state a number that it does not have
-AGAIN_S = 60.0
+AGAIN_S = 60.0  # for which a member is not asked again: it may state a number that it does not have
 ASKED_AT_ONCE = 3  # members asked at a time
 MAX_ASKED = 1024
 
 log = logging.getLogger(__name__)
-
-
-async def swap_change(
-    host: Host, peer: str, addresses: Sequence[str], swarm: str, sealed: bytes
-) -> ChangeReply:
-    """Show a peer the change ``sealed`` (empty: none) and return its reply, unverified.
-
-    Raises NetworkError or MessageError.
-    """
-    stream = await host.open(peer, CHANGE_PROTOCOL, addresses=addresses, timeout=OPEN_S)
-    with contextlib.closing(stream):
-        await stream.send(pack(ChangeRequest(swarm=swarm, change=sealed)), SMALL_S)
-        return unpack(await stream.receive(ChangeReply.LIMIT, SMALL_S), ChangeReply)
-
-
-MAX_ASKED_BY_VISITOR = 8  # members, those with the highest numbers first
-ANSWER_S = 20.0  # for all of them together
-
-
-def newest_change(
-    host: Host, swarm: str, manifest: Manifest, members: Mapping[str, Member]
-) -> Change | None:
-    """Return the newest change that ``members`` hand out, for a visitor; None: they state none, or
-    none of them answers.
-    """
-    ahead = [member for member in members.values() if member.change]
-    ahead.sort(key=lambda member: member.change, reverse=True)
-
-    async def asked() -> list[ChangeReply | BaseException]:
-        calls = (
-            swap_change(host, member.peer, member.addresses, swarm, b"")
-            for member in ahead[:MAX_ASKED_BY_VISITOR]
-        )
-        return await asyncio.gather(*calls, return_exceptions=True)
-
-    newest: tuple[Change | None, bytes] = (None, b"")
-    for reply in host.call(asked(), ANSWER_S) if ahead else ():
-        if isinstance(reply, BaseException) or not reply.change:
-            continue
-        with contextlib.suppress(MessageError):
-            found = open_change(reply.change, swarm, manifest.creator)
-            newest = max(newest, (found, reply.change), key=lambda one: rank_of(*one))
-    return newest[0]
 
 
 class ChangeKeeper:
@@ -211,11 +164,11 @@ class ChangeKeeper:
             log.info("peer %s served no change of the settings: %s", short(peer), error)
 
     async def _answer(self, stream: Stream) -> None:
-        request = unpack(await stream.receive(ChangeRequest.LIMIT, SMALL_S), ChangeRequest)
+        request = unpack(await stream.receive(ChangeRequest.LIMIT, MESSAGE_S), ChangeRequest)
         reason = ""
         if request.swarm != self._swarm:
             await stream.send(
-                pack(ChangeReply(reason=f"this peer belongs to swarm {self._swarm}")), SMALL_S
+                pack(ChangeReply(reason=f"this peer belongs to swarm {self._swarm}")), MESSAGE_S
             )
             return
         if request.change:
@@ -225,4 +178,4 @@ class ChangeKeeper:
             except MessageError as error:
                 self.counters.reject(error.reason)
                 reason = str(error)
-        await stream.send(pack(ChangeReply(change=self.sealed, reason=reason)), SMALL_S)
+        await stream.send(pack(ChangeReply(change=self.sealed, reason=reason)), MESSAGE_S)

@@ -20,11 +20,12 @@ from shoal.swarm.gossip.bodies import MAX_STORED
 from shoal.swarm.gossip.gossip import Gossip
 from shoal.swarm.identity import Identity, is_peer_id
 from shoal.swarm.manifest import Manifest, open_manifest, swarm_id
-from shoal.swarm.membership.admission import AdmissionHandshake, fetch_manifest, serve_manifest
+from shoal.swarm.membership.admission import AdmissionHandshake
 from shoal.swarm.membership.change_keeper import ChangeKeeper
 from shoal.swarm.membership.clock_check import ClockCheck
 from shoal.swarm.membership.directory import Directory
 from shoal.swarm.membership.link_addresses import lasting_link
+from shoal.swarm.membership.manifest_exchange import fetch_manifest, serve_manifest
 from shoal.swarm.membership.peer_exchange import PeerExchange
 from shoal.swarm.membership.records import MemberValidator
 from shoal.swarm.membership.seed_announcer import SeedAnnouncer

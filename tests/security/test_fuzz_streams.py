@@ -31,7 +31,7 @@ from shoal.swarm.access.policy import AccessPolicy
 from shoal.swarm.errors import MessageError, NetworkError, ShoalError
 from shoal.swarm.gossip.bodies import BodyRequest, BodyStore
 from shoal.swarm.identity import Identity
-from shoal.swarm.membership import admission, peer_exchange
+from shoal.swarm.membership import admission, manifest_exchange, peer_exchange
 from shoal.swarm.membership.peer_exchange import Shuffle
 from shoal.swarm.p2p.punch import Punch, Puncher
 from shoal.swarm.p2p.reachability import DialRequest, ReachabilityProbe
@@ -135,7 +135,7 @@ def served(host):
         is_barred=lambda peer: False,
         hear=print,
     )
-    admission.serve_manifest(host, SWARM, b"x")
+    manifest_exchange.serve_manifest(host, SWARM, b"x")
     admission.AdmissionHandshake(host, AccessPolicy())
     peer_exchange.PeerExchange(host, directory, ME, SWARM)
     BodyStore(host, SWARM)

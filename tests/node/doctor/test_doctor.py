@@ -33,8 +33,8 @@ from shoal.swarm.errors import NetworkError
 from shoal.swarm.exchange.contribution import model_digest
 from shoal.swarm.identity import Identity
 from shoal.swarm.manifest import swarm_id
-from shoal.swarm.membership.admission import serve_manifest
 from shoal.swarm.membership.directory import Directory
+from shoal.swarm.membership.manifest_exchange import serve_manifest
 from shoal.swarm.membership.membership import OWN_LOOP, SHOAL_VERSION
 from shoal.swarm.membership.records import MemberValidator
 from shoal.swarm.p2p.daemon import Daemon

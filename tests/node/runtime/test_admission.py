@@ -22,8 +22,9 @@ from shoal.swarm.gossip.bodies import BODY_PROTOCOL
 from shoal.swarm.gossip.gossip import Gossip
 from shoal.swarm.identity import Identity
 from shoal.swarm.manifest import open_manifest
-from shoal.swarm.membership.admission import fetch_manifest, visited
+from shoal.swarm.membership.manifest_exchange import fetch_manifest
 from shoal.swarm.membership.membership import create, join
+from shoal.swarm.membership.visit import visited
 from shoal.swarm.state.offers import STATE_PROTOCOL
 from shoal.swarm.state.state_server import StateServer
 from shoal.swarm.topics.rollout_pool import RolloutPool

@@ -23,7 +23,7 @@ from shoal.swarm.changes import CHANGE_PROTOCOL, Change, ChangePart, ChangeReply
 from shoal.swarm.errors import StartupError
 from shoal.swarm.gossip.envelope import make_body, make_envelope, topic_of
 from shoal.swarm.manifest import Manifest, swarm_id
-from shoal.swarm.membership.admission import serve_manifest
+from shoal.swarm.membership.manifest_exchange import serve_manifest
 from shoal.swarm.p2p import daemon, daemon_process
 from shoal.swarm.p2p.host import Host
 from shoal.swarm.topics.status import Status

@@ -11,12 +11,8 @@ from shoal.swarm.changes import Change, ChangePart, ChangeReply
 from shoal.swarm.errors import MessageError
 from shoal.swarm.identity import Identity
 from shoal.swarm.manifest import Manifest
-from shoal.swarm.membership.change_keeper import (
-    CHANGE_PROTOCOL,
-    ChangeKeeper,
-    newest_change,
-    swap_change,
-)
+from shoal.swarm.membership.change_exchange import newest_change, swap_change
+from shoal.swarm.membership.change_keeper import CHANGE_PROTOCOL, ChangeKeeper
 from shoal.swarm.settings.training import TrainSettings
 from shoal.swarm.wire.envelope import pack, seal
 from tests.support.records import SWARM, member_of

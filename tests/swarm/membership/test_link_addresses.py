@@ -11,9 +11,9 @@ import pytest
 from shoal.swarm.access.link import Link
 from shoal.swarm.errors import LinkError, MessageError, NetworkError
 from shoal.swarm.identity import ID_HEADER, Identity, b58encode
-from shoal.swarm.manifest import Manifest, swarm_id
-from shoal.swarm.membership.admission import MANIFEST_PROTOCOL, fetch_manifest, serve_manifest
+from shoal.swarm.manifest import MANIFEST_PROTOCOL, Manifest, swarm_id
 from shoal.swarm.membership.link_addresses import lasting_link
+from shoal.swarm.membership.manifest_exchange import fetch_manifest, serve_manifest
 from shoal.swarm.membership.reconnector import (
     DIALS_AT_ONCE,
     FIRST_PAUSE_S,

@@ -11,9 +11,10 @@ from hivemind.p2p import PeerID
 from shoal.swarm.access.policy import AccessPolicy, PeerLists
 from shoal.swarm.changes import CHANGE_PROTOCOL
 from shoal.swarm.errors import NetworkError
-from shoal.swarm.membership.admission import ADMISSION_PROTOCOL, MANIFEST_PROTOCOL
+from shoal.swarm.manifest import MANIFEST_PROTOCOL
 from shoal.swarm.p2p.rate_limit import HOUR_S, RateLimit, TokenBuckets
 from shoal.swarm.p2p.resource_manager import (
+    ADMISSION_PROTOCOL,
     FREE,
     MAX_FIRST,
     MAX_HANDLERS,

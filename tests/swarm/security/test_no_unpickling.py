@@ -33,8 +33,9 @@ from shoal.swarm.exchange.pair.exchange import PairExchange
 from shoal.swarm.gossip.envelope import GossipEnvelope
 from shoal.swarm.gossip.gossip import Gossip
 from shoal.swarm.identity import Identity
-from shoal.swarm.membership.admission import AdmissionHandshake, serve_manifest
+from shoal.swarm.membership.admission import AdmissionHandshake
 from shoal.swarm.membership.directory import Directory
+from shoal.swarm.membership.manifest_exchange import serve_manifest
 from shoal.swarm.membership.records import MemberValidator, key_of
 from shoal.swarm.p2p.host import Host
 from shoal.swarm.state.state_server import StateServer
@@ -166,7 +167,7 @@ async def throw(host, peer, protocol, data):
 def test_what_is_sent_to_a_node_is_never_unpickled(victim, bombs, monkeypatch):
     host, topics = victim
     kinds, folder = bombs
-    monkeypatch.setattr("shoal.swarm.membership.admission.MANIFEST_S", 0.5)
+    monkeypatch.setattr("shoal.swarm.membership.manifest_exchange.MESSAGE_S", 0.5)
     monkeypatch.setattr(
         "shoal.swarm.p2p.resource_manager.MAX_HANDLERS_PER_PEER", 256
     )  # all must reach their handlers
