@@ -668,8 +668,6 @@ class SwarmView:
         here, known, size = self.here(), self.peers.values(), self.size()
         scale = size / max(len(here), 1)
         rounds = [peer.round for peer in here]
-        rollouts = [peer.status.rollouts for peer in known if peer.status.rollouts is not None]
-        checks = [peer.status.checks for peer in known if peer.status.checks is not None]
         return {
             "peers": len(here),
             "size": size,
@@ -686,11 +684,7 @@ class SwarmView:
             "bytes_received_per_s": sum(peer.received_rate for peer in here) * scale,
             "bytes_sent": sum(peer.status.link.bytes_sent for peer in known),
             "bytes_received": sum(peer.status.link.bytes_received for peer in known),
-            "groups_own": _sum(one.groups_own for one in rollouts),
-            "groups_foreign": _sum(one.groups_foreign for one in rollouts),
-            "claims": _sum(one.claims for one in checks),
-            "checked": _sum(one.checked for one in checks),
-            "invalid": _sum(one.invalid for one in checks),
+            **_groups_and_checks(known),
             "confirmed": self._confirmed(),
             "heard": self.heard,
             "refused": sum(self.refused.values()),
@@ -705,6 +699,19 @@ class SwarmView:
         return (
             {**sums, "exchanges": sums["exchanges"] // 2, "partners": len(each)} if each else None
         )
+
+
+def _groups_and_checks(peers: Collection[Peer]) -> dict[str, int | None]:
+    """Sum what peers that share rollouts, and peers that verify, have counted."""
+    rollouts = [peer.status.rollouts for peer in peers if peer.status.rollouts is not None]
+    checks = [peer.status.checks for peer in peers if peer.status.checks is not None]
+    return {
+        "groups_own": _sum(one.groups_own for one in rollouts),
+        "groups_foreign": _sum(one.groups_foreign for one in rollouts),
+        "claims": _sum(one.claims for one in checks),
+        "checked": _sum(one.checked for one in checks),
+        "invalid": _sum(one.invalid for one in checks),
+    }
 
 
 def _smooth(before: float, value: float, seconds: float) -> float:
