@@ -2,11 +2,11 @@
 
     walk = RandomWalk(setting)
     Rounds(setting, walk).run()
-    walk.spread
+    walk.variance
 
 Each step adds noise to what a peer holds, and outcomes are applied by NoLoCo's rule, as late as
-they come. The spread, a variance between the peers, tells protocols apart that the losses of a few
-runs do not.
+they come. The variance between the peers tells protocols apart that the losses of a few runs do
+not.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SIZE = 64
 """Values of a fragment."""
 MOMENTUM = 0.3
 SETTLING_ROUNDS = 20
-"""Not measured: the spread grows at first."""
+"""Not measured: the variance grows at first."""
 
 
 class RandomWalk:
@@ -42,7 +42,7 @@ class RandomWalk:
         self._total = 0.0
 
     @property
-    def spread(self) -> float:
+    def variance(self) -> float:
         return self._total / max(self._measured, 1)
 
     def step(self, peer: int, applied: Sequence[tuple[int, int]], staged: Sequence[int]) -> None:

@@ -16,7 +16,8 @@ time. "exchanges": of a fragment, by peer and round; turns are 1.13 rounds apart
 that they are 1 at most. "alone": turns that found nobody. "busy", "refused": calls that were
 answered so, the latter because the two had met lately. "lag": steps from staging to applying.
 "loss": the mean of the peers' losses; "averaged": the loss of the mean of their weights, as a last
-average leaves them; "difference": to that by rounds, seed by seed. "spread": bench/_calls_walk.py.
+average leaves them; "difference": to that by rounds, seed by seed. "variance": that of
+bench/_calls_walk.py.
 """
 
 from __future__ import annotations
@@ -120,7 +121,7 @@ def table(results: Sequence[Row]) -> str:
 
 def counts(options: argparse.Namespace) -> str:
     """Return what becomes of calls without any training, as Markdown."""
-    heads = ("K", "speeds", "link", "how", "spread", *COUNTS)
+    heads = ("K", "speeds", "link", "how", "variance", *COUNTS)
     lines = [_line(heads), _line(["---"] * len(heads))]
     for count in sorted(options.peers):
         for speeds in options.speeds:
@@ -132,7 +133,7 @@ def counts(options: argparse.Namespace) -> str:
                     world.run()
                     row = world.counts.row()
                     cells = [f"{row[name]:.3g}" for name in COUNTS]
-                    place = [count, _speeds(speeds), f"{busy:.0%}", how, f"{walk.spread:.2f}"]
+                    place = [count, _speeds(speeds), f"{busy:.0%}", how, f"{walk.variance:.2f}"]
                     lines.append(_line([*place, *cells]))
     return "\n".join(lines)
 
