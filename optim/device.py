@@ -1,7 +1,7 @@
-"""What a kind of device can do, and how tensors come from it.
+"""In what the kinds of accelerators differ: streams, pinned memory, copies and memory figures.
 
-The one place that knows the kinds of accelerators: "cuda" (NVIDIA, and AMD by ROCm), "xpu" (Intel)
-and "mps" (Apple).
+Kinds are "cuda" (NVIDIA, and AMD by ROCm), "xpu" (Intel) and "mps" (Apple). `uncompiled` keeps a
+function out of torch.compile.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
-ALIGNED = 64
-"""Bytes: a tensor in shared memory begins at a multiple of it."""
-SMALL = 1 << 20
-"""Bytes: less is not worth a piece of pinned memory of its own."""
+ALIGNED_BYTES = 64
+"""In a piece of pinned memory (`pinned_like`) each tensor begins at a multiple of it."""
+SMALL_BYTES = 1 << 20
+"""What is left of tensors becomes one last piece if it is no more than this (`pieces`)."""
 
 
 def copies_beside(device: torch.device) -> bool:
-    """Return whether copies to and from pinned memory go on beside the host, and can be awaited.
+    """Return whether copies to and from pinned memory go on while the host does other work.
 
-    Not those of Apple's devices.
+    On Apple's devices they do not.
     """
     return device.type in ("cuda", "xpu")
 
 
 @functools.cache
-def wide(device: torch.device) -> torch.dtype:
+def widest_float(device: torch.device) -> torch.dtype:
     """Return float64, or float32 for a device without it: Apple's, and some of Intel's."""
     try:
         torch.ones(2, dtype=torch.float64, device=device).sum()
@@ -53,9 +53,9 @@ def wait_for(devices: Iterable[torch.device]) -> None:
 
 
 class Beside:
-    """A stream beside that of the thread which makes this.
+    """A second stream on ``device``, next to the one that is current in the thread that makes this.
 
-    A ``device`` without streams (Apple's) has one for all.
+    A device without streams (Apple's) has one for all.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -65,7 +65,7 @@ class Beside:
 
     @contextmanager
     def before(self) -> Iterator[None]:
-        """Compute on the first stream, in any thread: what that is given later waits."""
+        """Compute on the first stream, in any thread: work queued on it later runs after this."""
         with nullcontext() if self._streams is None else self._streams[0]:
             yield
 
@@ -107,8 +107,8 @@ def allocated(device: torch.device) -> int:
 
 
 def peak(device: torch.device) -> int | None:
-    """Return the most bytes that tensors of this process had there since `forget_peak`; None where
-    the kind does not tell.
+    """Return the most bytes that tensors of this process had on ``device`` since `forget_peak`;
+    None where the kind does not tell.
     """
     if not copies_beside(device):
         return None
@@ -120,9 +120,9 @@ def forget_peak(device: torch.device) -> None:
         torch.get_device_module(device).reset_peak_memory_stats(device)
 
 
-def current_device() -> Callable[[], None]:
-    """Return what makes the current accelerator of this thread that of another thread, where it is
-    the first one until then.
+def device_setter() -> Callable[[], None]:
+    """Return a function that, called in another thread, makes this thread's current accelerator
+    current there too. A new thread starts on the first accelerator.
     """
     if not torch.accelerator.is_available():
         return lambda: None
@@ -145,7 +145,7 @@ def pinned_like(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return uninitialised tensors of these shapes and dtypes in pinned memory, one behind the
     other in few pieces (`pieces`).
     """
-    sizes = [-(-tensor.nbytes // ALIGNED) * ALIGNED for tensor in tensors]
+    sizes = [-(-tensor.nbytes // ALIGNED_BYTES) * ALIGNED_BYTES for tensor in tensors]
     pinned: dict[int, Tensor] = {}
     for places in pieces(sizes):
         in_piece = [sizes[place] for place in places]
@@ -159,15 +159,16 @@ def pinned_like(tensors: Sequence[Tensor]) -> list[Tensor]:
 def pieces(sizes: Sequence[int]) -> list[list[int]]:
     """Return which of tensors of these sizes, in bytes, share a piece of memory.
 
-    Torch rounds a piece of pinned memory up to a power of two, so the pieces are such powers,
-    nearly full, but for the last one.
+    Torch rounds a piece of pinned memory up to a power of two. So each piece is filled up to the
+    largest power of two within what is left. Two kinds may be of any size: a tensor that is larger
+    than that, and the last piece.
     """
     found: list[list[int]] = []
     left = sorted(range(len(sizes)), key=lambda place: -sizes[place])
     while left:
         total = sum(sizes[place] for place in left)
         room = total
-        if total > SMALL:
+        if total > SMALL_BYTES:
             room = max(1 << (total.bit_length() - 1), sizes[left[0]])
         taken: list[int] = []
         used = 0
@@ -233,11 +234,11 @@ def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
 
 @torch.no_grad()
 def to_host(tensors: Sequence[Tensor], *, waits: bool = True) -> list[Tensor]:
-    """Return the tensors on the CPU, of the same shapes; those of one device and dtype in one copy,
-    the host's only wait for them.
+    """Return the tensors on the CPU, of the same shapes; those on the CPU already as they are.
 
-    Those on the CPU are returned as they are. The device needs memory for another copy of the
-    others. ``waits=False``: the caller waits for the devices (`wait_for`) before it reads them.
+    The others are joined by device and dtype: one copy, and at most one wait, for each group. While
+    it is copied, a group takes as much device memory again. ``waits=False``: the copies may still
+    be under way; call `wait_for` on the devices before reading.
     """
     found = list(tensors)
     groups: defaultdict[tuple[torch.device, torch.dtype], list[int]] = defaultdict(list)
@@ -259,12 +260,11 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def uncompiled(function: F) -> F:
-    """Return ``function`` as code that ``torch.compile`` runs as it is: it talks to threads, or
+    """Return ``function`` so that ``torch.compile`` does not trace into it: it talks to threads, or
     counts, and has nothing to compile.
 
-    torch's optimizers use the same decorator, which loads the compiler at its first call: so it is
-    asked only where the compiler is loaded already, and a node that compiles nothing never loads
-    it.
+    torch's own decorator for this loads the compiler at the first call. So the decorated function
+    is called only if the compiler is loaded already; otherwise the plain one is.
     """
     guarded = _disable_dynamo(function)
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 DEFAULT_LAG: int | Literal["auto"] = "auto"
 """Lag of a method that overlaps, where none is given; in a new swarm too."""
-OVERLAPPED = 4
+GOSSIP_FRAGMENTS = 4
 """Fragments of a gossip method with a lag, by default."""
 NO_KNOBS = ("codec", "plain")
 """Arguments of optimizers that are objects, not settings."""

@@ -27,7 +27,7 @@ from shoal.node.config.settings import Settings, load
 from shoal.node.data.hub_name import PREFIX, is_path
 from shoal.node.data.source import DataError
 from shoal.node.data.task_options import TEXT
-from shoal.node.runtime.door import RL, enter
+from shoal.node.runtime.task_setup import RL, enter
 from shoal.node.task import Task
 from shoal.node.tasks.gpt import GPT, VOCABULARY, Attention
 from shoal.node.tasks.user_class import HookError

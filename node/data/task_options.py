@@ -63,8 +63,8 @@ def options_of_member(
 
 def _names_path(value: Option) -> DataError:
     return DataError(
-        f"The swarm names {value!r}, a path on somebody's machine, as its data or tokenizer: leave "
-        "it."
+        f"The swarm names {value!r}, a path on somebody's machine, as its data or tokenizer: join "
+        "another swarm."
     )
 
 

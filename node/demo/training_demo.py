@@ -14,8 +14,8 @@ from shoal.node.data.task_options import local_flags
 from shoal.node.demo.consensus_distance import consensus_distances
 from shoal.node.demo.internal_errors import internal_errors, internal_errors_line
 from shoal.node.demo.run_nodes import Events, Given, demo_settings, run_nodes
-from shoal.node.runtime.door import task_label
 from shoal.node.runtime.resume import ROUNDS
+from shoal.node.runtime.task_setup import task_label
 from shoal.node.tasks.loader import load_task
 from shoal.swarm.figures import amount, duration
 

@@ -60,7 +60,7 @@ def daemon(visit: Visit, tell: Tell) -> str:
     from shoal.swarm.membership.visit import start_unconnected
 
     # The addresses of the link are tried later, one by one.
-    visit.began = time.monotonic()
+    visit.daemon_began = time.monotonic()
     visit.host = start_unconnected(visit.identity, visit.link, ("/ip4/0.0.0.0/tcp/0",))
     return "the network daemon starts and answers"
 
@@ -215,7 +215,7 @@ def dialled(visit: Visit, tell: Tell) -> str:
             return f"{short(seen.peer)} connected back to {seen.address} port {number}"
         opened = _by_router(visit, seen)
         if opened is not None:
-            visit.opened = seen.address
+            visit.opened_at = seen.address
             return (
                 f"{short(seen.peer)} connected back to {seen.address} port {opened}, which the "
                 "router opened (UPnP or NAT-PMP)"
@@ -246,7 +246,7 @@ def _by_router(visit: Visit, seen: DialBackView) -> int | None:
     while not _own(seen.address):
         there = [address for address in host.addresses() if host_of(address) == seen.address]
         port = dialled_port(there)
-        if port is not None or time.monotonic() > visit.began + OPENED_S:
+        if port is not None or time.monotonic() > visit.daemon_began + OPENED_S:
             break
         time.sleep(LOOK_S)
     if port is None:
@@ -281,9 +281,9 @@ def nat(visit: Visit, tell: Tell) -> str:
             f"behind a NAT that shows {' and '.join(hidden)} to different peers: use a bootstrap "
             "node with --relay."
         )
-    if visit.opened is not None:
+    if visit.opened_at is not None:
         return (
-            f"behind a NAT, seen as {visit.opened}, whose router opens a port by itself: "
+            f"behind a NAT, seen as {visit.opened_at}, whose router opens a port by itself: "
             "nothing to forward or to announce"
         )
     reached = visit.outcome == "reached"

@@ -144,7 +144,7 @@ def model(visit: Visit, tell: Tell) -> str:
 
     from shoal.node.config.settings import load
     from shoal.node.data.source import DataError
-    from shoal.node.runtime.door import RL, make_task, swarm_settings
+    from shoal.node.runtime.task_setup import RL, make_task, swarm_settings
     from shoal.node.tasks.text import TextTask
     from shoal.optim.parameters import AveragedParameters
     from shoal.swarm.exchange.contribution import model_digest

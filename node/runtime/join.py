@@ -23,8 +23,8 @@ from shoal.node.config.links import LINK
 from shoal.node.config.rl_settings import env_label
 from shoal.node.config.settings import ConfigError, Settings
 from shoal.node.data.task_options import TEXT, options_for_manifest
-from shoal.node.runtime.door import RL, task_label
 from shoal.node.runtime.result import write_json
+from shoal.node.runtime.task_setup import RL, task_label
 from shoal.node.task import Shard, Task
 from shoal.node.tasks.text import TextTask
 from shoal.node.training import resources
@@ -357,7 +357,7 @@ def make_trainer(
     on_device = node.slow_on_device
 
     def check(params: Sequence[torch.Tensor]) -> None:
-        if not isinstance(task, TextTask):  # whose size was known before (`door.check_size`)
+        if not isinstance(task, TextTask):  # whose size was known before (`task_setup.check_size`)
             resources.check(
                 node.ram, params, log, method=method, slow_here=node.slow_in_memory(device.type)
             )

@@ -93,7 +93,7 @@ def follow(ranks: NodeRanks, settings: Settings) -> int:
 
     Raises RankLostError if rank 0 ends out of order.
     """
-    from shoal.node.runtime.door import make_task
+    from shoal.node.runtime.task_setup import make_task
 
     use_threads(settings.node.threads, ranks.job.world)
     ranks.follow(make_task)

@@ -24,7 +24,6 @@ from shoal.node.plan.rows import ModelTensors, memory_of, work_of
 from shoal.node.plan.run_cost import StartEstimate
 from shoal.node.runtime import resume
 from shoal.node.runtime.display import Activity
-from shoal.node.runtime.door import RL, check_size, continued, enter, make_task, own_steps
 from shoal.node.runtime.join import (
     LinkFile,
     await_others,
@@ -39,6 +38,7 @@ from shoal.node.runtime.join import (
 from shoal.node.runtime.result import Result, Setup, save, summary
 from shoal.node.runtime.resume import SavedRun
 from shoal.node.runtime.run_options import LOG, RunOptions, network
+from shoal.node.runtime.task_setup import RL, check_size, continued, enter, make_task, own_steps
 from shoal.node.task import Shard, Task
 from shoal.node.training import resources
 from shoal.node.training.trainer import Progress, Trainer

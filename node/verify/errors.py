@@ -1,4 +1,7 @@
-"""Errors of this node while it proves or checks; a prover's faults are findings, never errors."""
+"""Errors of making and checking claims.
+
+That a claim is false is no error: the checker returns a `Finding` that refuses it.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,16 @@ from shoal.swarm.errors import ShoalError
 
 
 class VerifyError(ShoalError):
-    """Failure to make or read a claim, a snapshot or a calibration on this node."""
+    """What claims need cannot be made, read or written: a claim, snapshot, calibration or evidence
+    file; or a task or policy cannot make claims.
+    """
 
 
 class NotCheckable(VerifyError):
-    """Inability of this node to judge a claim: no calibration, no such policy, or no snapshot."""
+    """This node cannot tell whether a claim is true: it has not the snapshot, policy, environment
+    or calibration that the check needs, or its dtype overflows.
+    """
 
 
 class NotCalibrated(NotCheckable):
-    """Missing calibration of the policy for the dtypes of prover and verifier."""
+    """There is no calibration of this version for the dtypes of the prover and of this node."""

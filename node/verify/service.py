@@ -29,7 +29,7 @@ from shoal.node.verify.history import History
 from shoal.node.verify.peers import rules_of
 from shoal.node.verify.record_exchange import RecordExchange
 from shoal.node.verify.swarm_network import SwarmNetwork
-from shoal.optim.device import current_device
+from shoal.optim.device import device_setter
 from shoal.verification.consensus.participant import Participant
 from shoal.verification.consensus.records import Claim, Refused
 from shoal.verification.consensus.reputation import ScoreRules, Table
@@ -102,7 +102,7 @@ class Verification:
         self._reported = self._participant.table
         self._stop = threading.Event()
         self._thread = threading.Thread(
-            target=self._run, args=(current_device(),), name="verification", daemon=True
+            target=self._run, args=(device_setter(),), name="verification", daemon=True
         )
         network.open(self._records.receive, self._records.log_since, self.is_banned)
 

@@ -13,15 +13,16 @@ from shoal.swarm.topics.evidence import EvidenceStore
 from shoal.swarm.topics.verification_log import LogServer, fetch_log
 
 PULL_S = 5.0
-"""For a log of records."""
+"""Seconds in which a peer's log must have arrived."""
 LEAVE_S = 2.0
-"""For the last records to be sent."""
+"""Seconds for which `close` waits, at most, until the last records are sent."""
 
 
 class SwarmNetwork:
-    """What `shoal.node.verify.service.Verification` needs of a member's swarm, for any thread.
+    """What ``shoal.node.verify`` needs of a member's swarm. For any thread but the host's own.
 
-    ``gossip`` carries the records.
+    A record is a small signed statement of verification, a log all records of a peer from one round
+    on, a body the evidence that a claim names by SHA-256.
     """
 
     def __init__(self, membership: Membership, gossip: Gossip) -> None:
@@ -45,31 +46,44 @@ class SwarmNetwork:
     def open(
         self, take: Handler, log: Callable[[int], bytes], is_banned: Callable[[str], bool]
     ) -> None:
-        """Start, once, to give ``take`` the records of others as (author, record, signature), to
-        serve ``log(since)``, and to leave out banned peers. All three are called from other
-        threads; ``take`` refuses by MessageError, and must not wait.
+        """Begin to take and serve records; call it once.
+
+        ``take(author, record, signature)`` gets each record of another peer, on the host's loop: it
+        must not wait, and refuses a record by MessageError. ``log(since)`` is served to peers.
+        Peers for which ``is_banned`` is true are left out of the directory's members.
         """
         self._records = Attestations(self._gossip, take)
         self._logs = LogServer(self._membership.host, self.swarm, log)
         self._membership.directory.barred = is_banned
 
     def publish(self, record: bytes, signature: bytes) -> None:
-        """Send a record of this node to everybody soon, without waiting; after `open`."""
+        """Queue a record of this node to be sent to everybody; never waits. Call `open` first.
+
+        Raises MessageError: it is empty, too large, or signed by another.
+        """
         assert self._records is not None
         self._records.publish(record, signature)
 
     def put(self, body: bytes) -> bytes:
-        """Serve ``body`` to other peers; return its SHA-256."""
+        """Serve ``body`` to other peers; return its SHA-256.
+
+        Raises ValueError: it is empty or too large.
+        """
         return self._bodies.put(body)
 
     def get(self, peer: str, sha256: bytes, most: int, timeout: float) -> bytes:
-        """Fetch the body with that hash, and serve it too. Raises NetworkError or MessageError."""
+        """Return the body with that hash, of at most ``most`` bytes: an own one, one had before,
+        or from ``peer``, which is then served too.
+
+        Waits ``timeout`` seconds at most. Raises NetworkError or MessageError.
+        """
         return self._bodies.get(peer, sha256, most, timeout)
 
     def fetch_log(self, peer: str, since: int) -> bytes:
-        """Fetch the log of ``peer`` from round ``since`` on: at most 8 MiB, in 5 s.
+        """Fetch the records of ``peer`` from round ``since`` on, whole or not at all.
 
-        Raises NetworkError or MessageError.
+        Raises NetworkError: the peer cannot be had or is too slow; MessageError: it hands out none,
+        as when the log is above 8 MiB.
         """
         return fetch_log(
             self._membership.host,
@@ -93,10 +107,11 @@ class SwarmNetwork:
 
     @property
     def counts(self) -> dict[str, Any]:
+        """Return what became of the records sent and received, by kind; empty before `open`."""
         return {} if self._records is None else self._records.topic.counts
 
     def close(self) -> None:
-        """Leave, after what was published is on its way, or `LEAVE_S`."""
+        """Stop taking and serving records, once what was published is sent, or after `LEAVE_S`."""
         if self._records is not None and self._logs is not None:
             self._records.topic.flush(LEAVE_S)
             self._records.topic.close()

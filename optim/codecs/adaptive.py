@@ -21,7 +21,7 @@ from torch import Tensor
 from shoal.optim.codecs.allocation import allocate
 from shoal.optim.codecs.base import NOT_FINITE, Codec, Shape, check_payload, padded
 from shoal.optim.codecs.device_checks import Checks, encoded, finite, packed, unpacked
-from shoal.optim.device import accelerator_of, to_device, wide
+from shoal.optim.device import accelerator_of, to_device, widest_float
 
 REFRESH_ROUNDS = 20
 """Rounds after which the errors are measured again."""
@@ -191,7 +191,7 @@ class AutoCodec:
                 payload = packed(codec, [tensor], Checks())
                 (decoded,) = unpacked(codec, payload, [shape], Checks())
                 lost = tensor.float() - decoded.to(tensor.device)
-                errors.append(lost.to(wide(tensor.device)).square().sum())
+                errors.append(lost.to(widest_float(tensor.device)).square().sum())
         return torch.stack(errors) if errors else torch.empty(0, device="cpu")
 
     def _chosen(self, errors: list[float], shapes: Sequence[Shape]) -> list[int]:

@@ -33,7 +33,11 @@ from shoal.optim.exchange.base import Contribution, Exchange, Handle, Mean, NoPa
 from shoal.optim.exchange.on_demand import OnDemand, differences
 from shoal.optim.outer.agreement import sources
 from shoal.optim.outer.in_flight import FragmentState, PendingExchange, RoundInfo, Sent
-from shoal.optim.outer.inner_step import accumulates, initialises, step_unless_overflow
+from shoal.optim.outer.library_steps import (
+    is_mid_accumulation,
+    only_makes_state,
+    step_unless_overflow,
+)
 from shoal.optim.outer.options import check_arguments
 from shoal.optim.outer.outer_groups import apply_mean, contribution_of
 from shoal.optim.outer.rule import (
@@ -114,12 +118,12 @@ class OuterOptimizer(SavedState):
         try:
             self._check_not_averaged("step")
             self._watch.check_parameters(self.round)
-            if closure is None and initialises(self):
+            if closure is None and only_makes_state(self):
                 self._make_inner_state()
                 return None
             self._check_weights()
             loss = self._inner_step(closure)
-            if not accumulates(self.inner):
+            if not is_mid_accumulation(self.inner):
                 self._outer_part()
             return loss
         except BaseException:

@@ -27,23 +27,29 @@ from torch import Tensor
 from shoal.optim.outer.sharded import local
 
 STEPS_BEFORE = 10
-"""Steps before the displacement. The next one's number is a prime: no k of Lookahead's hits it."""
+"""Steps before the displacement. The next, the 11th, is a prime: of Lookahead's k only 1 and 11 go
+back in it.
+"""
 STEPS_AFTER = 56
-"""Steps after it: Lookahead and Ranger go back every 5 or 6 steps, others a little in each."""
+"""Steps after it: Lookahead and Ranger go back every 5 or 6 steps, others a little in each step."""
 LONGEST_SIDE = 8
 """Sides of a tried parameter at most."""
 DEEPEST = 4
 """Containers inside each other in which kept weights are looked for."""
 RATE = 1e-4
-"""Part of the learning rate: weight decay and trust ratios are then too small to count."""
+"""Factor on the learning rate: weight decay and trust ratios are then too small to count."""
 LEAST_LEFT = 0.9
 """Share of the displacement that must be left; those seen keep .99 and more, or .8 and less."""
 LEAST_AT_ONCE = 0.7
-"""Share that must be left after one step; a projection such as Nero's takes its part only there."""
+"""Share that must be left after one step. If it is, that step's loss does not count: a projection
+such as Nero's takes a share at once and no more.
+"""
 FORMS = ("plain", "closure", "graph")
 """Ways to hand in gradients, tried in turn; "graph" is for those that differentiate twice."""
 CURVATURE = 1e-4
-"""Of the loss whose gradients have a graph."""
+"""Factor on the weights added to each gradient in the form "graph", so that it depends on them and
+can be differentiated again.
+"""
 MOST_REMEMBERED = 64
 """Verdicts kept: a simulation makes one optimizer for each of many peers."""
 
@@ -51,10 +57,11 @@ _verdicts: OrderedDict[object, float | None] = OrderedDict()
 
 
 def share_left(optimizer: torch.optim.Optimizer) -> float | None:
-    """Return the share of a move of the weights that is left after further steps of ``optimizer``.
+    """Return the share of a displacement that further steps leave: the least of all parameters.
 
-    1 if it remembers none; None if it cannot be tried, for a copy of it does not step. Nothing of
-    it, nor of the random numbers, is changed.
+    What the first step takes does not count if it leaves `LEAST_AT_ONCE`. 1 if the optimizer
+    remembers no weights; None if it cannot be tried, for a copy of it does not step. The optimizer
+    and the random numbers of Python and torch (CPU and CUDA) stay as they are.
     """
     kind = _kind(optimizer)
     if kind not in _verdicts:
@@ -71,8 +78,9 @@ def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _uncompiled() -> AbstractContextManager[object]:
-    """Return the context in which compiled optimizers run as they are; setting it would load the
-    compiler.
+    """Return a context in which compiled optimizers run uncompiled.
+
+    Where torch._dynamo is not loaded there are none, and ``set_stance`` would load it.
     """
     if "torch._dynamo" in sys.modules:
         eager: AbstractContextManager[object] = torch.compiler.set_stance("force_eager")
@@ -110,7 +118,8 @@ def _share_of_copy(optimizer: torch.optim.Optimizer, keep_state: bool, form: str
             torch.manual_seed(0)
             random.seed(0)
             runs.append(small.run(displaced, form))
-    except Exception:  # of anybody's optimizer; what it lacks in a copy is not its user's matter
+    except Exception:
+        # An optimizer of any library may fail in a small copy: that is no error of its user's.
         return None
     (soon, end), (soon_displaced, end_displaced) = runs
     shares = []
@@ -144,19 +153,20 @@ class SmallCopy:
         self.parameters: list[Tensor] = []
         self._shapes: set[torch.Size] = set()
         self._memo: dict[int, Any] = {}
-        self._alive: list[Any] = []  # deepcopy knows objects by their address
+        # deepcopy's memo knows objects by their address, so none may be freed meanwhile.
+        self._alive: list[Any] = []
         several = list(nested(optimizer))
         for one in several:
             self._shrink(one)
         for one in several:
-            ours = ("state", "param_groups")  # of which `_shrink` has seen
+            ours = ("state", "param_groups")  # `_shrink` has dealt with these
             self._cut_kept({name: value for name, value in vars(one).items() if name not in ours})
         copies = [object.__new__(type(one)) for one in several]
         for one, made in zip(several, copies, strict=True):
             self._memo[id(one)] = made
         for one, made in zip(several, copies, strict=True):
             for name, value in vars(one).items():
-                # A scheduler puts a `step` into the instance that steps the optimizer itself.
+                # A scheduler sets an attribute `step` that is bound to the original.
                 if name == "step":
                     continue
                 hooks = name.startswith("_optimizer_") and name.endswith("_hooks")
@@ -171,7 +181,7 @@ class SmallCopy:
         """Return the weights one step after the displacement, and after all steps."""
         soon: list[Tensor] = []
         step: Any = type(self._optimizer).step
-        if getattr(step, "hooked", False):  # torch calls hooks for all optimizers there
+        if getattr(step, "hooked", False):  # the wrapper calls torch's hooks for all optimizers
             step = step.__wrapped__
         for number in range(STEPS_BEFORE + STEPS_AFTER):
             if displaced and number == STEPS_BEFORE:
@@ -203,7 +213,7 @@ class SmallCopy:
     def _shrink(self, one: torch.optim.Optimizer) -> None:
         """Note what stands for the groups, parameters and state of ``one`` in its copy."""
         for group in one.param_groups:
-            if id(group) in self._memo:  # a wrapper's are those of the optimizer inside
+            if id(group) in self._memo:  # a wrapper has the groups of the optimizer inside
                 continue
             small: dict[int, Tensor] = {}
             for parameter in group["params"]:
@@ -219,7 +229,7 @@ class SmallCopy:
             for name in ("lr", "initial_lr"):
                 if name in made:
                     made[name] = made[name] * RATE
-            if not made.get("lr", 1.0):  # as a warm-up begins
+            if not made.get("lr", 1.0):  # a warm-up begins at 0
                 made["lr"] = made.get("initial_lr", RATE * RATE)
             self._note(group, made)
         state = one.state
@@ -252,8 +262,8 @@ class SmallCopy:
                     cut[small][name] = copy.deepcopy(value, self._memo)
 
     def _cut_kept(self, value: Any, depth: int = 0) -> None:
-        """Note the corner of each tensor as large as a parameter in ``value``, such as weights that
-        are kept in a list beside the state.
+        """Note the corner of each tensor in ``value`` that has a parameter's shape, such as weights
+        that are kept in a list beside the state.
         """
         if isinstance(value, Tensor):
             if id(value) not in self._memo and value.shape in self._shapes:
@@ -282,8 +292,8 @@ def nested(optimizer: torch.optim.Optimizer) -> Iterator[torch.optim.Optimizer]:
 
 
 def _kind(optimizer: torch.optim.Optimizer) -> object:
-    """Return what the verdict depends on: the classes, and the settings of the groups but for their
-    rates.
+    """Return what the verdict depends on: of each nested optimizer the class and plain attributes,
+    and of its groups the settings but for their rates, the dimensions and the devices.
     """
     parts: list[object] = []
     for one in nested(optimizer):

@@ -1,4 +1,5 @@
-"""The CO2-style method (2401.16265): an exchange takes a whole round; stale means count less.
+"""The CO2-style method (2401.16265): an exchange takes a whole round, and a penalty divides its
+late mean.
 
     opt = CO2(inner, exchange, every=48, momentum=0.2)
 
@@ -35,7 +36,9 @@ if TYPE_CHECKING:
     from typing import Unpack
 
 DECAY = 0.9
-"""Decay a round of the running mean of the mean pseudo-gradient's length: ten rounds' memory."""
+"""Factor by which C, the running mean of ||G||, keeps its old value each round: a memory of about
+ten rounds.
+"""
 
 
 @dataclass(frozen=True)
@@ -47,15 +50,17 @@ class CO2Rule:
         slow <- slow - lr m;        fast <- slow;        start <- slow
 
     The gap-aware penalty is L = 1 + ||slow's last move|| / C, with C the running mean of ||G||
-    (first G, then 0.9 C + 0.1 ||G||), both over the fragment. The first round has no mean: fast
-    stays as it is.
+    (at first ||G||, then 0.9 C + 0.1 ||G||, this G included). Both are over the fragment, or over
+    each part of it where parameter groups differ in lr or momentum. The first round has no mean
+    (``context.members`` is 0): slow, fast and m stay as they are.
 
-    By default the displacement since the last send is discarded from ``fast``, and comes back with
-    its mean one round later. ``keep=True`` leaves it there: fast and start move by slow's move and
-    the own g of the round before, so the own displacement is never applied twice.
+    By default what was just sent is taken out of ``fast`` again, and comes back with its mean one
+    round later. ``keep=True`` leaves it there: fast and start then move by slow's move plus the own
+    g that the mean contains, so it is never applied twice.
     """
 
     shared: ClassVar[tuple[str, ...]] = ("momentum", "moved", "usual")
+    """See ``Anchored``. With a constant penalty the state has only the momentum."""
     lr: float = 1.0
     momentum: float = 0.2
     penalty: float | None = None
@@ -73,7 +78,8 @@ class CO2Rule:
 
     def initial(self, slow: Sequence[Tensor]) -> State:
         """Return momentum 0, start = slow, ``moved`` (squared length of each tensor's last move)
-        and ``usual`` (C).
+        and ``usual`` (C, the same number for every tensor); with a constant penalty not the last
+        two.
         """
         state = {"momentum": zeros(slow), START: [tensor.clone() for tensor in slow]}
         if self.penalty is None:
@@ -111,7 +117,7 @@ class CO2Rule:
                 f.add_(correction)
                 start.add_(correction)
             else:
-                # The displacement since the last send stays, if there is any.
+                # Keep what fast has moved since this round's send (nothing, under ``Delayed``).
                 f.sub_(start).add_(s)
                 start.copy_(s)
         if self.penalty is None:
@@ -157,9 +163,9 @@ class CO2(OuterOptimizer):
     ) -> None:
         damping = penalty
         if damping is None:
-            # In the steady state of the gap-aware penalty L = 1 + lr / (L (1 - momentum)): its
-            # least damping of a lasting motion.
+            # With a constant mean and no clip the gap-aware penalty settles at
+            # L = 1 + lr / (L (1 - momentum)); the warning takes this root as an estimate.
             damping = (1 + (1 + 4 * lr / max(1 - momentum, 1e-9)) ** 0.5) / 2
         rule = CO2Rule(lr, momentum, penalty, clip, keep)
-        warn_if_unstable(lr / damping, momentum, 1, nesterov=False)
+        warn_if_unstable(lr / damping, momentum, lag=1, nesterov=False)
         super().__init__(inner, exchange, rule=rule, schedule=Delayed(every), **options)

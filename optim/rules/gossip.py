@@ -1,14 +1,19 @@
-"""What methods of gossip share: whole weights, sent to one partner of each round.
+"""What gossip methods share: whole weights, sent to a new partner each round.
 
     class Mine(GossipOptimizer):
         def __init__(self, inner, exchange, *, every=50, **options):
-            super().__init__(inner, exchange, MyRule(), every, None, "auto", options)
+            rule = MyRule()
+            super().__init__(
+                inner, exchange, rule, every, fragments=None, lag="auto", options=options
+            )
 
-With a lag the model is sent in fragments while training goes on, and a rule ends with
+With a lag (inner steps from sending to applying; "auto": as soon as the mean is there) training
+goes on meanwhile, and the model is sent in fragments by default. A rule ends with `move_on`:
 
-    fast <- fast + (slow - fast as sent)        which without a lag is        fast <- slow
+    fast <- fast + (slow - sent)        which with lag 0 is        fast <- slow
 
-so that the fast weights keep what was learnt since. (Ours: the papers wait for the mean.)
+where ``sent`` is fast when it was sent: what was learnt since is kept. (The lag is our addition:
+in NoLoCo's paper a peer waits for the mean.)
 """
 
 from __future__ import annotations
@@ -16,7 +21,7 @@ from __future__ import annotations
 from shoal.optim.codecs.base import check_sends_weights
 from shoal.optim.codecs.floats import FLOAT32
 from shoal.optim.exchange.base import Exchange
-from shoal.optim.methods import OVERLAPPED
+from shoal.optim.methods import GOSSIP_FRAGMENTS
 from shoal.optim.outer.inner import Inner
 from shoal.optim.outer.optimizer import OuterOptimizer
 from shoal.optim.outer.options import Fragments, Options, cut
@@ -25,7 +30,7 @@ from shoal.optim.schedule.schedules import Every, Lag, Schedule, Streaming
 
 
 class GossipOptimizer(OuterOptimizer):
-    """Base of methods that send whole weights, overlapped or not, to a partner of each round."""
+    """Base of methods that send whole weights, overlapped or not, to a new partner each round."""
 
     def __init__(
         self,
@@ -41,6 +46,7 @@ class GossipOptimizer(OuterOptimizer):
         if fragments is None:
             fragments = _usual_fragments(exchange, every, lag)
         parts = cut(fragments, inner, exchange, options)
+        # ``parts`` is None for a single fragment; a lag needs Streaming even then.
         schedule: Schedule = Every(every)
         if parts or lag:
             schedule = Streaming(every, len(parts) if parts else 1, lag)
@@ -48,7 +54,7 @@ class GossipOptimizer(OuterOptimizer):
 
 
 def _usual_fragments(exchange: Exchange, every: int, lag: Lag) -> int:
-    """Return as many as the exchange has, else one if means are applied at once."""
+    """Return the exchange's number; if it has none, 1 with lag 0, else 4 (at most one a step)."""
     if exchange.fragments:
         return len(exchange.fragments)
-    return min(OVERLAPPED, max(every, 1)) if lag else 1
+    return min(GOSSIP_FRAGMENTS, max(every, 1)) if lag else 1

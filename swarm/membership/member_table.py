@@ -15,25 +15,26 @@ from shoal.swarm.membership.room import Room
 from shoal.swarm.wire.messages import Member
 
 NEWCOMER_DRAW_S = 60.0
-"""After which other newcomers get a place, if there is no room for all."""
+"""Seconds between draws of the newcomers that get a place, when `Room` cannot keep all."""
 
 
 class MemberTable:
     """Records by peer id. For any thread.
 
-    ``room`` chooses which are kept. ``ttl``: seconds for which a record counts; ``now`` returns
-    Unix seconds by the others' clock.
+    ``room`` bounds how many are kept, and chooses which. ``ttl``: seconds for which a record
+    counts; ``now`` returns Unix seconds by the others' clock.
     """
 
     def __init__(self, room: Room, *, ttl: float, now: Callable[[], float]) -> None:
         self.ttl = ttl
         self._room = room
         self._now = now
-        self._changed = threading.Condition()  # guards the next one
+        # Guards the records. `knows` and `peers` read without it: so the dict is replaced whole.
+        self._changed = threading.Condition()
         self._records: dict[str, Member] = {}
 
     def take(self, found: Collection[Member]) -> None:
-        """Take records that were read."""
+        """Add records read from the directory; keep those within ``ttl`` that `Room` chooses."""
         oldest = self._now() - self.ttl
         with self._changed:
             kept = {}
@@ -42,27 +43,29 @@ class MemberTable:
                     kept[peer] = member
             for member in found:
                 _keep_newest(kept, member)
-            self._records = self._room.choose(kept, int(time.time() / NEWCOMER_DRAW_S))
+            # By this node's own clock: each node draws by itself.
+            draw = int(time.time() / NEWCOMER_DRAW_S)
+            self._records = self._room.choose(kept, draw)
             self._changed.notify_all()
 
     def hear(self, member: Member) -> None:
-        """Take a record from its author's own hand."""
+        """Add a record that its peer sent itself. `take` bounds the number. Wakes nobody."""
         with self._changed:
             _keep_newest(self._records, member)
 
     def live(self) -> dict[str, Member]:
-        """Return the records that are not older than ``ttl``."""
+        """Return the records that are not older than ``ttl``, of peers that have left too."""
         oldest = self._now() - self.ttl
         with self._changed:
             records = list(self._records.items())
         return {peer: member for peer, member in records if member.issued >= oldest}
 
     def knows(self, peer: str) -> bool:
-        """Return whether a record of ``peer`` was read lately. Quick."""
+        """Return whether a record of ``peer`` is held, perhaps one past ``ttl``. Takes no lock."""
         return peer in self._records
 
     def peers(self) -> list[str]:
-        """Return the peers of which a record was read lately."""
+        """Return the peers of which a record is held, perhaps one past ``ttl``."""
         return list(self._records)
 
     def notify(self) -> None:
@@ -71,7 +74,7 @@ class MemberTable:
             self._changed.notify_all()
 
     def wait(self, seconds: float) -> None:
-        """Wait until records were taken, at most so long."""
+        """Wait for `take` or `notify`, ``seconds`` at most; the caller looks again either way."""
         with self._changed:
             self._changed.wait(seconds)
 

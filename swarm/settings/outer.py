@@ -22,8 +22,8 @@ from shoal.optim.methods import (
     ALONE,
     DEFAULT,
     DEFAULT_LAG,
+    GOSSIP_FRAGMENTS,
     METHODS,
-    OVERLAPPED,
     Method,
     methods_of,
     methods_with,
@@ -257,7 +257,7 @@ class OuterSettings(BaseModel):
             return {}
         pair = method.group == "pair"
         lag = DEFAULT_LAG if self.lag is None else self.lag
-        usual = OVERLAPPED if pair else method.knobs["fragments"]
+        usual = GOSSIP_FRAGMENTS if pair else method.knobs["fragments"]
         # Each has a step of its own.
         fragments = 1 if pair and lag == 0 else min(usual, self._every)
         return {"fragments": self.fragments or fragments, "lag": lag}

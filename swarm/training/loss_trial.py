@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.optim import OuterOptimizer
-from shoal.optim.device import Beside, current_device
+from shoal.optim.device import Beside, device_setter
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ class LossTrial:
         self._log = log
         self._device = next((parameter.device for parameter in self._params), torch.device("cpu"))
         self._lock = threading.Lock()
-        self._begin = current_device()
+        self._begin = device_setter()
         self._stream = Beside(self._device)
         self._left = 0
         """Contributions that count untried from now on."""

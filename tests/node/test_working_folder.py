@@ -34,7 +34,7 @@ from shoal.node.rl.environment import EnvError
 from shoal.node.rl.gym import Gym
 from shoal.node.rl.hf import load_hf
 from shoal.node.rl.policy import PolicyError
-from shoal.node.runtime.door import task_label
+from shoal.node.runtime.task_setup import task_label
 from shoal.node.tasks.loader import load_task
 from shoal.node.tasks.text import TextTask
 from shoal.node.verify.evidence_file import EvidenceFile

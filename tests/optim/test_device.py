@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.optim.device import copies_beside, current_device, pieces, to_host, wide
+from shoal.optim.device import copies_beside, device_setter, pieces, to_host, widest_float
 from shoal.optim.outer.sketch import projection, sketch, sketches
 
 CPU = torch.device("cpu")
@@ -18,9 +18,9 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def forgotten():
-    wide.cache_clear()
+    widest_float.cache_clear()
     yield
-    wide.cache_clear()
+    widest_float.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -36,9 +36,9 @@ def forgotten():
 )
 def test_a_device_without_float64_is_known_by_a_trial(error, forgotten, monkeypatch):
     monkeypatch.setattr(torch, "ones", Mock(side_effect=error))
-    assert wide(torch.device("mps")) == torch.float32
+    assert widest_float(torch.device("mps")) == torch.float32
     monkeypatch.undo()
-    assert wide(CPU) == torch.float64
+    assert widest_float(CPU) == torch.float64
 
 
 def test_another_failure_is_not_taken_for_a_lack_of_float64(forgotten, monkeypatch):
@@ -48,7 +48,7 @@ def test_another_failure_is_not_taken_for_a_lack_of_float64(forgotten, monkeypat
         Mock(side_effect=RuntimeError("CUDA error: an illegal memory access was encountered")),
     )
     with pytest.raises(RuntimeError, match="illegal memory"):
-        wide(torch.device("cuda", 0))
+        widest_float(torch.device("cuda", 0))
 
 
 def test_kinds_whose_copies_can_be_awaited():
@@ -177,12 +177,12 @@ OTHER_THREADS = """
 import threading
 import torch
 from shoal.node.config.device import make_current, resolve_device
-from shoal.optim.device import current_device
+from shoal.optim.device import device_setter
 
 make_current(resolve_device("cuda:1"))
 assert torch.ones(1).cuda().device.index == 1
 found = []
-begin = current_device()
+begin = device_setter()
 
 def work(first):
     first()
@@ -208,7 +208,7 @@ def test_chosen_device_is_current_in_threads(monkeypatch):
 
 def test_without_an_accelerator_there_is_nothing_to_make_current():
     if not torch.accelerator.is_available():
-        assert current_device()() is None
+        assert device_setter()() is None
     source = Path(__file__).resolve().parents[2]
     kinds = [
         file.name

@@ -35,7 +35,7 @@ COUNT = 206_172_094_464
 MOST = 700 * 2**20  # bytes, of which Python with torch and hivemind takes half
 ONLY = """
 import json, resource, subprocess, sys
-resource.setrlimit(resource.RLIMIT_DATA, (4 * 2**30, 4 * 2**30))  # where the door is open, this machine stays usable
+resource.setrlimit(resource.RLIMIT_DATA, (4 * 2**30, 4 * 2**30))  # if the check fails, this machine stays usable
 code = subprocess.run(sys.argv[1:], timeout=150, stdin=subprocess.DEVNULL).returncode
 print(json.dumps([code, 1024 * resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss]))
 """  # noqa: E501

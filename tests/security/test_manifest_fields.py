@@ -1,7 +1,7 @@
 """Every field of a manifest, at its bounds and beyond: it is taken, or refused in one sentence;
 nothing moves, nothing is loaded.
 
-The manifests are signed as they are, past all checks of who makes one, and go through the door that
+The manifests are signed as they are, past all checks of who makes one, and go through what
 every command uses.
 """
 
@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.node.config.settings import load
-from shoal.node.runtime.door import continued, enter, make_task
 from shoal.node.runtime.join import choose_shard, for_new_swarm, new_manifest
+from shoal.node.runtime.task_setup import continued, enter, make_task
 from shoal.node.tasks.gpt import sized
 from shoal.node.training.resources import held
 from shoal.node.training.trainer import Trainer
@@ -204,7 +204,7 @@ def canary(tmp_path, monkeypatch):
 
 
 def judged(fields):
-    """Put a manifest through the door; return what came of it, a sentence or the settings."""
+    """Put a manifest through the check; return what came of it, a sentence or the settings."""
     packed, before, modules = sealed(fields), held(), set(sys.modules)
     WATCH.seen.clear()
     WATCH.on = True

@@ -21,8 +21,8 @@ from shoal.node.commands.sample import SampleError, continuation, load_pulled, p
 from shoal.node.config.settings import load
 from shoal.node.data.source import DataError
 from shoal.node.data.tokenizer import Bytes, load_tokenizer
-from shoal.node.runtime.door import make_task
 from shoal.node.runtime.join import new_manifest
+from shoal.node.runtime.task_setup import make_task
 from shoal.node.tasks.gpt import GPT
 from shoal.optim.codecs.floats import FLOAT32
 from shoal.swarm.access.link import Link

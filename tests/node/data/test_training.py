@@ -16,8 +16,8 @@ from shoal.node.config.settings import load
 from shoal.node.data.sharding import is_held_out
 from shoal.node.data.source import DataError
 from shoal.node.data.task_options import local_flags
-from shoal.node.runtime.door import swarm_settings
 from shoal.node.runtime.join import new_manifest
+from shoal.node.runtime.task_setup import swarm_settings
 from shoal.node.task import Shard
 from shoal.node.tasks.text import TextTask
 from shoal.node.training.trainer import Trainer

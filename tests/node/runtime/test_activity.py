@@ -20,9 +20,9 @@ from shoal.node.metrics.log import Metrics
 from shoal.node.runtime import display, node_run, training_node
 from shoal.node.runtime import join as node_membership
 from shoal.node.runtime.display import BEAT_S, Activity, make_display, processor_time
-from shoal.node.runtime.door import make_task
 from shoal.node.runtime.join import await_others, new_manifest
 from shoal.node.runtime.run_options import ShutdownSignals, network
+from shoal.node.runtime.task_setup import make_task
 from shoal.node.runtime.training_node import LAST, compute_last, train_alone
 from shoal.node.task import Shard
 from shoal.node.training.trainer import Trainer

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 
 from shoal.node.config.settings import load
-from shoal.node.runtime.door import continued, own_steps
 from shoal.node.runtime.join import for_new_swarm, new_manifest
 from shoal.node.runtime.resume import SavedRun
+from shoal.node.runtime.task_setup import continued, own_steps
 from shoal.node.runtime.training_node import TrainingNode
 from shoal.swarm.changes import Change, ChangePart, settings_at
 from shoal.swarm.identity import Identity

@@ -29,7 +29,7 @@ gc.callbacks.append(lambda phase, info: collections.append("torch" in sys.module
 NodeRun(load(None, {}), None, make_display(), ShutdownSignals())._prepare()
 gc.callbacks.clear()
 import torch
-from shoal.node.runtime.door import check_size, make_task
+from shoal.node.runtime.task_setup import check_size, make_task
 from shoal.node.runtime.join import make_trainer
 from shoal.node.task import Shard
 from shoal.optim import Alone

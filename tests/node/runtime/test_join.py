@@ -1,4 +1,4 @@
-"""What a joiner takes from the manifest and what is its own affair; the door for manifests, and
+"""What a joiner takes from the manifest and what is its own affair; the check of manifests, and
 which shard it gets.
 """
 
@@ -13,9 +13,9 @@ from shoal.node.cli.options import overrides
 from shoal.node.config.settings import ConfigError, load
 from shoal.node.config.train_settings import OwnTraining, TrainTable
 from shoal.node.demo.run_nodes import settings_toml
-from shoal.node.runtime import door, training_node
-from shoal.node.runtime.door import check_size, continued, enter, swarm_settings, task_label
+from shoal.node.runtime import task_setup, training_node
 from shoal.node.runtime.join import choose_shard, for_new_swarm, new_manifest, with_own_lag
+from shoal.node.runtime.task_setup import check_size, continued, enter, swarm_settings, task_label
 from shoal.node.runtime.training_node import TrainingNode
 from shoal.node.task import Shard
 from shoal.node.tasks import text_size
@@ -463,9 +463,9 @@ def test_the_size_is_that_of_the_model_that_is_made(size):
 
 
 def test_task_setup_passes_no_model(monkeypatch):
-    """Through the door come settings and a task and no model."""
+    """Entering gives settings and a task, and no model."""
     monkeypatch.setattr(GPT, "__init__", None)  # a model of any size would end this test
-    monkeypatch.setattr(door, "check_size", lambda *arguments, **options: None)
+    monkeypatch.setattr(task_setup, "check_size", lambda *arguments, **options: None)
     settings, task = enter(load(None, {"node.data": "mine"}), door_manifest(TINY, "0" * 64))
     assert (settings.task.options, task.data, task.width) == (TINY, "mine", 8)
 
@@ -491,7 +491,7 @@ def test_foreign_model_is_refused_and_own_one_warned_of(monkeypatch):
         enter(load(None, {"node.ram": 0.5}), door_manifest(WIDE))
     logged = []
     own = load(None, {"task.options": WIDE})
-    check_size(door.make_task(own), own, "cpu", logged.append)
+    check_size(task_setup.make_task(own), own, "cpu", logged.append)
     assert len(logged) == 1
     assert "so the system may end it" in logged[0]
 
@@ -526,7 +526,7 @@ def test_model_leaves_main_memory_first_on_a_gpu(monkeypatch):
 def test_what_no_node_can_have_is_refused(fields, said):
     with pytest.raises(
         ConfigError,
-        match=rf"^The swarm's manifest has a {said} that no node can have \(.*\): leave it\.$",
+        match=rf"^The swarm's manifest has a {said} that no node can have \(.*\): join another swarm\.$",
     ):
         swarm_settings(load(), door_manifest(TINY, **fields))
 

@@ -8,7 +8,6 @@ import torch
 from shoal.node.checkpoint import store as checkpoint
 from shoal.node.checkpoint.folder import CheckpointError
 from shoal.node.config.settings import load
-from shoal.node.runtime.door import continued
 from shoal.node.runtime.join import for_new_swarm, new_manifest
 from shoal.node.runtime.resume import (
     SavedRun,
@@ -18,6 +17,7 @@ from shoal.node.runtime.resume import (
     is_newer,
     restore,
 )
+from shoal.node.runtime.task_setup import continued
 from shoal.node.task import Shard
 from shoal.node.training.trainer import Trainer
 from shoal.node.training.training_error import TrainingError

@@ -9,8 +9,8 @@ import torch
 
 from shoal.node.checkpoint import store as checkpoint
 from shoal.node.config.settings import load
-from shoal.node.runtime.door import make_task
 from shoal.node.runtime.join import make_trainer
+from shoal.node.runtime.task_setup import make_task
 from shoal.node.task import Shard
 from shoal.node.training.schedule import factor
 from shoal.node.training.training_error import TrainingError

@@ -1,9 +1,8 @@
-"""The one door for manifests: what a stranger signed becomes settings and a task here, or a
-sentence that refuses it.
+"""A stranger's signed manifest becomes settings and a task here, or a sentence that refuses it.
 
-Nothing of a manifest is imported, opened or allocated before it is through. Code and paths come
-from this user's own settings only; the names in a manifest must be theirs, without the folder. The
-size of the model is computed before it is made.
+Nothing that a manifest names is imported, opened or allocated before it is checked. Code and paths
+come from this user's own settings only: a name in the manifest must equal that of the user's file,
+without its folder. The size of the model is computed before it is made.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from shoal.swarm.state.query import ModelDiffersError
 RL = "rl"
 BUILT_IN_TASKS = (*BUILT_IN, RL)
 LOCAL_OPTIONS = (DATA, TOKENIZER, DIGEST)
-"""Options of the text task that each node has its own of."""
+"""Options of the text task in which a node may differ from the manifest without being refused."""
 INNER = ("optimizer", *inner_optimizer.KNOBS)
 """Settings of the inner optimizer, whose state a checkpoint holds."""
 LINK = "link"
@@ -52,7 +51,7 @@ def enter(
     """Return this node's settings in the swarm of ``manifest``, and its task; no model is made yet.
 
     ``device``: the type of the one to train on. ``log``: gets a sentence for the user. ``trains``
-    False: the model is all that is made.
+    False: nothing will be trained (`shoal pull`), so memory is checked for the model alone.
 
     Raises as `swarm_settings` and `make_task`; MemoryBudgetError: there is no memory for the model;
     ModelDiffersError: the manifest's own options make another one; DataError: its tokenizer cannot
@@ -73,19 +72,19 @@ def check_size(
     *,
     trains: bool = True,
 ) -> None:
-    """Check the size of the model of ``task`` before it is made, if it is the built-in one; else
-    the trainer does once it is.
+    """Check, before the built-in task's model is made, that it fits into memory.
 
-    Without a ``manifest`` the sizes are the user's own: too little free memory is said to ``log``,
-    and the model is made. Raises as `enter`.
+    That of other tasks is checked once it is made (`make_trainer`). Without a ``manifest`` the
+    sizes are the user's own: of too little free memory ``log`` gets a sentence, and the model is
+    made.
+    Raises MemoryBudgetError, ModelDiffersError or DataError.
     """
     if not isinstance(task, TextTask):
         return
     least = task.least_parameters()
     room = resources.room(settings.node.ram)
-    if (
-        manifest is not None and 4 * least > room
-    ):  # before a tokenizer that the manifest names is fetched
+    # Before a tokenizer that the manifest names is fetched.
+    if manifest is not None and 4 * least > room:
         way_out = (
             "end other programs, allow more with --ram, or join a smaller swarm"
             if trains
@@ -117,7 +116,10 @@ def check_size(
 
 
 def make_task(settings: Settings) -> Task:
-    """Return a new task of the settings. EnvError, HookError or PolicyError."""
+    """Return a new task of the settings.
+
+    Raises ConfigError, DataError, EnvError, HookError or PolicyError.
+    """
     if settings.task.hooks == RL:
         from shoal.node.rl.loading import make_task as make_rl_task
 
@@ -159,7 +161,8 @@ def swarm_settings(settings: Settings, manifest: Manifest) -> Settings:
         where = ".".join(map(str, first["loc"]))
         what = first["msg"].removeprefix("Value error, ")
         raise ConfigError(
-            f"The swarm's manifest has a swarm.{where} that no node can have ({what}): leave it."
+            f"The swarm's manifest has a swarm.{where} that no node can have ({what}): join "
+            "another swarm."
         ) from None
     train = settings.train.of_swarm(manifest.train)
     if (steps := own_steps(settings, manifest)) is not None:
@@ -205,7 +208,9 @@ def continued(settings: Settings, manifest: Manifest) -> Settings:
 
 
 def inner_settings(train: TrainSettings) -> dict[str, Any]:
-    """Return the settings of the inner optimizer; the task's own has its rate from the task."""
+    """Return the settings of the inner optimizer; of one that the task makes its name only, for its
+    rate comes from the task.
+    """
     names = ("optimizer",) if train.optimizer == "task" else INNER
     return {name: getattr(train, name) for name in names}
 
@@ -221,9 +226,10 @@ def task_label(hooks: str) -> str:
 def _task_of(
     settings: Settings, manifest: Manifest, carrier: str
 ) -> tuple[TaskSettings, RLSettings]:
-    """Return the manifest's task and environment, each by this user's own name if it is code.
+    """Return the manifest's task and environment; code is loaded only by the name this user gave.
 
-    ``carrier`` of it: for people.
+    ``carrier``: what brought the manifest, `LINK` or `CHECKPOINT`. Errors name it, and with
+    `CHECKPOINT` the user may choose another environment.
     """
     hooks = settings.task.hooks
     rl = settings.rl
@@ -255,7 +261,8 @@ def _own_env(own: RLSettings, label: str, carrier: str) -> str:
     if env_label(own.env) == label:
         return own.env
     if "env" in own.model_fields_set:
-        if carrier == CHECKPOINT:  # a new swarm may learn something else
+        # A new swarm may learn something else.
+        if carrier == CHECKPOINT:
             return own.env
         raise HookError(
             f"The swarm learns {label!r}, this node was given {own.env!r}: use the swarm's "
@@ -283,13 +290,14 @@ def check_not_fixed(settings: Settings, manifest: Manifest) -> None:
         "outer", outer, manifest.outer, lambda name, fixed: getattr(asked, name) == fixed
     )
     differ += _differing("swarm", settings.swarm, manifest)
+    # Each node decides for itself how many steps it takes.
     differ += _differing(
         "train", settings.train, manifest.train, lambda name, fixed: name == "steps"
-    )  # each node's own affair
+    )
     differ += _differing("verify", settings.verify, manifest.verify)
     if isinstance(terms := manifest.terms, Terms):
-        # The policy's name there is without its habit or folder:
-        # `shoal.node.verify.start.check_terms` compares it.
+        # The policy's name there is shortened (no folder, no habit of tiny:HABIT): `check_terms` in
+        # `shoal.node.verify.terms` compares it. An own value of 0 asks for nothing.
         differ += _differing(
             "rl",
             settings.rl,
@@ -313,8 +321,8 @@ def check_not_fixed(settings: Settings, manifest: Manifest) -> None:
 def _differing(
     table: str, asked: BaseModel, fixed: Any, same: Any = lambda name, fixed: False
 ) -> list[tuple[str, Any, Any]]:
-    """Return (name, asked, fixed) of each setting that was given, that ``fixed`` has too, and that
-    is another there.
+    """Return (name, asked, fixed) of each setting that was given and differs in ``fixed``, unless
+    ``same(name, fixed)`` says that this does not matter.
     """
     found = []
     for name in sorted(asked.model_fields_set & type(fixed).model_fields.keys()):

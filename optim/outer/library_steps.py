@@ -1,7 +1,8 @@
-"""One step of the inner optimizer, as libraries around a training loop expect it.
+"""What GradScaler, accelerate and torch.distributed.checkpoint ask of ``OuterOptimizer.step``.
 
-``GradScaler`` (float16) wants the step left out after an overflow, accelerate takes none in the
-middle of an accumulation, and torch.distributed.checkpoint takes one to make an optimizer's state.
+After an overflow GradScaler (float16) wants the inner step left out; in the middle of an
+accumulation accelerate's wrapper leaves it out; and torch.distributed.checkpoint calls ``step``
+only to make an optimizer's state.
 """
 
 from __future__ import annotations
@@ -13,24 +14,28 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from shoal.optim.device import wide
+from shoal.optim.device import widest_float
 from shoal.optim.outer.inner import parts_of
 from shoal.optim.outer.sharded import local
 
 
-def accumulates(inner: torch.optim.Optimizer) -> bool:
-    """Return True in the middle of an accumulation, if accelerate has prepared ``inner``."""
+def is_mid_accumulation(inner: torch.optim.Optimizer) -> bool:
+    """Return True if accelerate has prepared ``inner`` and is in the middle of an accumulation.
+
+    Its wrapper then leaves the step out, so no step is to be counted.
+    """
     for one in parts_of(inner):
+        # What accelerate puts there.
         if hasattr(one, "gradient_state") and not one.gradient_state.sync_gradients:
             return True
     return False
 
 
-def initialises(optimizer: torch.optim.Optimizer) -> bool:
-    """Return True if a step now would only make the optimizer's state.
+def only_makes_state(optimizer: torch.optim.Optimizer) -> bool:
+    """Return True if the optimizer has no state yet, and all its rates and gradients are 0.
 
-    There is none yet, and all rates and gradients are 0: so torch.distributed.checkpoint's
-    ``get_optimizer_state_dict`` and ``set_optimizer_state_dict`` prepare a new optimizer.
+    In this way torch.distributed.checkpoint's ``get_optimizer_state_dict`` and
+    ``set_optimizer_state_dict`` have a new optimizer make its state.
     """
     if optimizer.state:
         return False
@@ -50,18 +55,18 @@ def step_unless_overflow(
 ) -> None:
     """Do what ``GradScaler`` does: divide gradients by ``scale``, and step if they are finite.
 
-    Optimizers that do both in their own kernels (torch's fused ones) get both tensors, without a
-    wait for the device.
+    Parts that unscale and skip in their own kernels (torch's fused ones) get both tensors
+    themselves. Only if all parts are such does nothing here wait for the device.
 
     Args:
-        scale: None if the gradients are divided already.
-        overflow: above 0 if a gradient is not finite.
+        scale: GradScaler's ``grad_scale``; None if the gradients are divided already.
+        overflow: GradScaler's ``found_inf``, above 0 if a gradient is infinite or NaN.
 
     Raises:
-        ValueError: gradients in float16, which hold no master weights' gradients.
+        ValueError: ``scale`` is given, and a part that is not fused has gradients in float16.
     """
     parts = parts_of(inner)
-    fused = [one for one in parts if _is_fused(one)]
+    fused = [one for one in parts if _scales_itself(one)]
     others = [one for one in parts if one not in fused]
     if others:
         if scale is not None:
@@ -77,10 +82,10 @@ def step_unless_overflow(
             del vars(one)["grad_scale"], vars(one)["found_inf"]
 
 
-def _is_fused(optimizer: torch.optim.Optimizer) -> bool:
+def _scales_itself(optimizer: torch.optim.Optimizer) -> bool:
     if not getattr(optimizer, "_step_supports_amp_scaling", False):
         return False
-    # In torch's older contract the scaler is an argument of step.
+    # In torch's older contract step takes the scaler as an argument, and reads no grad_scale.
     return "grad_scaler" not in inspect.signature(optimizer.step).parameters
 
 
@@ -92,9 +97,9 @@ def _parameters(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[Tensor]
 
 @torch.no_grad()
 def unscale(params: Iterable[Tensor], scale: Tensor) -> None:
-    """Divide the gradients by ``scale``, by the very operations of ``GradScaler.unscale_``."""
-    inverse = scale.to(wide(scale.device)).reciprocal().float()
-    found: defaultdict[torch.device, list[Tensor]] = defaultdict(list)
+    """Divide the gradients by ``scale``, to the same bits as ``GradScaler.unscale_``."""
+    inverse = scale.to(widest_float(scale.device)).reciprocal().float()
+    by_device: defaultdict[torch.device, list[Tensor]] = defaultdict(list)
     for param in params:
         if param.grad is None:
             continue
@@ -104,6 +109,6 @@ def unscale(params: Iterable[Tensor], scale: Tensor) -> None:
                 "compute in autocast."
             )
         gradient = local(param.grad)
-        found[gradient.device].append(gradient._values() if gradient.is_sparse else gradient)
-    for device, gradients in found.items():
+        by_device[gradient.device].append(gradient._values() if gradient.is_sparse else gradient)
+    for device, gradients in by_device.items():
         torch._foreach_mul_(gradients, inverse.to(device))
