@@ -526,7 +526,8 @@ def test_model_leaves_main_memory_first_on_a_gpu(monkeypatch):
 def test_what_no_node_can_have_is_refused(fields, said):
     with pytest.raises(
         ConfigError,
-        match=rf"^The swarm's manifest has a {said} that no node can have \(.*\): join another swarm\.$",
+        match=rf"^The swarm's manifest has a {said} that no node can have \(.*\): join another "
+        r"swarm\.$",
     ):
         swarm_settings(load(), door_manifest(TINY, **fields))
 
