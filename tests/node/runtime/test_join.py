@@ -15,6 +15,7 @@ from shoal.node.config.train_settings import OwnTraining, TrainTable
 from shoal.node.demo.run_nodes import settings_toml
 from shoal.node.runtime import task_setup, training_node
 from shoal.node.runtime.join import choose_shard, for_new_swarm, new_manifest, with_own_lag
+from shoal.node.runtime.result import Setup
 from shoal.node.runtime.task_setup import check_size, continued, enter, swarm_settings, task_label
 from shoal.node.runtime.training_node import TrainingNode
 from shoal.node.task import Shard
@@ -422,12 +423,11 @@ def test_simultaneous_joiners_settle_their_shards(theirs, expected):
     node.trainer = SimpleNamespace(
         connect=lambda exchange, run, shard: connected.append((exchange, run, shard))
     )
-    node.member, node.result = (
-        SimpleNamespace(shard=Shard(0, 2, 5), exchange="its"),
-        SimpleNamespace(peer="me", shard="0/2"),
-    )
+    node.member = SimpleNamespace(shard=Shard(0, 2, 5), exchange="its")
+    setup = Setup(method="noloco", device="cpu", shard="0/2", params=1)
+    node.result = SimpleNamespace(peer="me", setup=setup)
     node._settle()
-    assert (node.member.shard, node.result.shard) == (expected, f"{expected.index}/2")
+    assert (node.member.shard, node.result.setup.shard) == (expected, f"{expected.index}/2")
     moved = expected.index == 1
     assert connected == [("its", "a" * 52, expected)] * moved
     assert (
