@@ -50,9 +50,8 @@ class CO2Rule:
         slow <- slow - lr m;        fast <- slow;        start <- slow
 
     The gap-aware penalty is L = 1 + ||slow's last move|| / C, with C the running mean of ||G||
-    (at first ||G||, then 0.9 C + 0.1 ||G||, this G included). Both are over the fragment, or over
-    each part of it where parameter groups differ in lr or momentum. The first round has no mean
-    (``context.members`` is 0): slow, fast and m stay as they are.
+    (at first ||G||, then 0.9 C + 0.1 ||G||), both over the fragment, or over each part of it where
+    parameter groups differ in lr or momentum. The first round has no mean: nothing moves.
 
     By default what was just sent is taken out of ``fast`` again, and comes back with its mean one
     round later. ``keep=True`` leaves it there: fast and start then move by slow's move plus the own

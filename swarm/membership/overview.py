@@ -30,10 +30,10 @@ GROUPS: dict[str, type[Group]] = {
 
 def grouped(member: Member) -> dict[str, Any]:
     """Return what ``member`` states of its record, in the groups of it (`wire.record`)."""
-    stated = member.model_dump(mode="json")
-    found: dict[str, Any] = {"loss": {"training": stated["loss"]}}
+    found: dict[str, Any] = {"loss": {"training": member.loss}}
     for name, group in GROUPS.items():
-        found[name] = {field: stated[field] for field in group.model_fields if field in stated}
+        # Only these: what else is in a record, such as an admission, may be bytes.
+        found[name] = member.model_dump(mode="json", include=set(group.model_fields))
     return found
 
 
