@@ -82,6 +82,16 @@ def test_every_message_is_in_the_table_with_its_limit():
     assert documented == {kind.KIND: (kind.LIMIT, kind.KIND in SEALED) for kind in sent}
 
 
+def test_every_message_is_said_with_its_version():
+    """In its row, and wherever else the page names one; without a number it is the first."""
+    versions = {kind.KIND: kind.VERSION for kind in Message.__subclasses__()}
+    for name, what in re.findall(r"^\| `([a-z-]+)` \| \d+ \| (?:yes|no) \|(.*)", PAGE, re.M):
+        said = re.findall(r"\(version (\d+)\)", what)
+        assert said == [str(versions[name])] or (not said and versions[name] == 1), name
+    for name, version in re.findall(r"`([a-z-]+)`(?: record)? \(version (\d+)\)", PAGE):
+        assert int(version) == versions[name], name
+
+
 def test_every_protocol_is_in_the_table():
     rows = re.findall(r"^\| `(/shoal/[a-z-]+/\d+)` \|", PAGE, re.M)
     served = [

@@ -102,7 +102,7 @@ class CheckpointWriter:
         self._check = check
         self._size = 0
         """Bytes of the tensors of the last save."""
-        self._free = threading.Event()
+        self._released = threading.Event()
         """Set when training may change the tensors that are being written."""
         self._given_up = threading.Event()
         """Set when it does before it may."""
@@ -223,16 +223,16 @@ class CheckpointWriter:
             return
         if not copied:
             self._snapshots.clear()
-        self._free = threading.Event()
+        self._released = threading.Event()
         self._given_up = threading.Event()
         # A daemon: a disk that hangs must not keep the process from ending.
-        arguments = (step, packed, copied, self._free, self._given_up)
+        arguments = (step, packed, copied, self._released, self._given_up)
         self._writer = threading.Thread(
             target=self._write, args=arguments, name="shoal-checkpoint", daemon=True
         )
         self._writer.start()
         if not copied and not last:
-            is_free = self._free.wait(PATIENCE_S + self._size / SLOWEST_BYTES_PER_S)
+            is_free = self._released.wait(PATIENCE_S + self._size / SLOWEST_BYTES_PER_S)
             if not is_free:
                 self._given_up.set()
 

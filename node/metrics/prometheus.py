@@ -45,7 +45,7 @@ class Measure(NamedTuple):
     kind: Literal["counter", "gauge", "histogram"]
     source: str
     """``group.field`` of the record, or ``event.field``; ``*``: each field of the event, whose name
-    is then the label's value.
+    is then the label's value. The measure is named after it, so name the event for that.
     """
     text: str
     labels: tuple[str, ...] = ()

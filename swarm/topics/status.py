@@ -319,6 +319,11 @@ class StatusReporter:
             "daemon_restarts": host.restarts,
             "internal_errors": host.internal_errors.total,
         }
+        # What is newer than the record of the last round takes its place.
+        groups = {name: getattr(record, name) for name in NodeRecord.model_fields}
+        groups["progress"] = record.progress.model_copy(update=progress)
+        groups["link"] = directory.own_record.link()
+        groups["faults"] = record.faults.model_copy(update=faults)
         return Status(
             swarm=self._membership.swarm,
             peer=host.peer_id,
@@ -326,13 +331,7 @@ class StatusReporter:
             addresses=host.addresses()[:ADDRESSES],
             version=SHOAL_VERSION,
             issued=time.time(),
-            progress=record.progress.model_copy(update=progress),
-            exchanges=record.exchanges,
-            link=directory.own_record.link(),
-            loss=record.loss,
-            faults=record.faults.model_copy(update=faults),
-            rollouts=record.rollouts,
-            checks=record.checks,
+            **groups,
             rounds=rounds,
             projection=projection,
         )

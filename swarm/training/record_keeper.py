@@ -114,7 +114,10 @@ class RecordKeeper:
         )
 
     def record(self, diagnosis: Diagnosis | None = None) -> NodeRecord:
-        """Return the record as of now. ``diagnosis``: None before it is there."""
+        """Return the record as of now. Never waits: no disk, no network.
+
+        ``diagnosis``: None before it is there.
+        """
         return NodeRecord(
             progress=self._progress(),
             exchanges=self._exchanges(diagnosis),

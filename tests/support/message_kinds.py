@@ -174,7 +174,12 @@ COMMON = {
         ),
     ),
     "progress": Progress(state="training", doing="x", round=1, tokens_per_s=1.0, mfu=0.5),
-    "faults": Faults(failures=(("timeout", 1),), blamed=((OTHER, "timeout", 1),)),
+    "faults": Faults(
+        failures=(("timeout", 1),),
+        blamed=((OTHER, "timeout", 1),),
+        partnerless=("timeout", 1),
+        missing_names=("y",),
+    ),
     "rollouts": Rollouts(reward=1.0),
     "checks": Checks(banned=(OTHER,)),
     "projection": (1, 1.0, (0.5,) * 16),

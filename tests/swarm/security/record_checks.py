@@ -197,7 +197,11 @@ class Policies(Court):
 
     def judge(self, sealed, sender):
         peer = GUEST if sender is HONEST else sender
-        return word(self.access_policy.refusal(peer.peer_id, pack(Admission(invitation=sealed))))
+        return word(
+            self.access_policy.refusal(
+                peer.peer_id, pack(Admission.model_construct(invitation=sealed))
+            )
+        )
 
 
 class Pairs(Court):

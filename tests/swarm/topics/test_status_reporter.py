@@ -77,7 +77,7 @@ def test_the_newest_rounds_are_told_with_their_partners(status_reporter):
     status = status_reporter.status()
     assert [done.round for done in status.rounds] == list(range(3, ROUNDS + 3))
     assert {done.partners for done in status.rounds} == {(PEERS[1][-8:],)}
-    for group in ("progress", "exchanges", "loss", "faults", "rollouts", "checks"):
+    for group in NodeRecord.model_fields.keys() - {"link"}:
         assert getattr(status, group) == getattr(record, group)
 
 
