@@ -36,7 +36,7 @@ class Recipe:
 
     settings: tuple[Setting, ...]
     name: str | None = None
-    """In the table of optim/registry.py; None: data parallel, which has no outer optimizer."""
+    """In the table of optim/methods.py; None: data parallel, which has no outer optimizer."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """Arguments that are not chosen from."""
     every: int | None = None

@@ -17,8 +17,8 @@ from shoal.optim.device import accelerator_of
 
 @dataclass(frozen=True)
 class FloatCodec(Stateless):
-    """Codec that sends each value as one little-endian float of ``dtype``, tensor after tensor in
-    row-major order.
+    """Codec that sends each value as one little-endian float of ``dtype``, rounded to the nearest,
+    ties to even; tensor after tensor in row-major order.
 
     float16 ends at 65,504 and is meant for pseudo-gradients; for whole weights bfloat16 keeps the
     range of float32 with 8 bits of precision. A finite value that would become infinite is refused,
@@ -99,3 +99,4 @@ class FloatCodec(Stateless):
 FLOAT32 = FloatCodec("float32", torch.float32)
 FLOAT16 = FloatCodec("float16", torch.float16)
 BFLOAT16 = FloatCodec("bfloat16", torch.bfloat16)
+FLOAT_CODECS = (FLOAT32, FLOAT16, BFLOAT16)

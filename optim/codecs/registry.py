@@ -22,7 +22,7 @@ from shoal.optim.codecs.base import Codec, Shape
 from shoal.optim.codecs.buffer_tail import BufferTailCodec
 from shoal.optim.codecs.e3m0 import E3M0Codec
 from shoal.optim.codecs.error_feedback import ErrorFeedback
-from shoal.optim.codecs.floats import BFLOAT16, FLOAT16, FLOAT32
+from shoal.optim.codecs.floats import BFLOAT16, FLOAT16, FLOAT32, FLOAT_CODECS
 from shoal.optim.codecs.mod4 import Mod4Codec
 from shoal.optim.codecs.partial import PartialCodec, Scope
 from shoal.optim.codecs.quantized import Int8Codec, SignCodec
@@ -56,10 +56,10 @@ E3M0 = E3M0Codec()
 SIGN = SignCodec()
 TOPK2 = TopK2Codec()
 
-_CODECS: dict[str, Codec] = {
-    codec.name: codec
-    for codec in (FLOAT32, FLOAT16, BFLOAT16, INT8, E3M0, TOPK2, TopK2SendersCodec(), SIGN)
+CODECS: dict[str, Codec] = {
+    codec.name: codec for codec in (*FLOAT_CODECS, INT8, E3M0, TOPK2, TopK2SendersCodec(), SIGN)
 }
+"""Codecs that a name alone chooses; mod4 is apart, since it takes no suffix."""
 _SHORT: dict[str, Codec] = {"fp32": FLOAT32, "fp16": FLOAT16, "bf16": BFLOAT16}
 _NUMBER = r"[0-9]+(?:\.[0-9]+)?"
 _NAME = re.compile(
@@ -98,7 +98,7 @@ def codec_named(name: str) -> Codec:
 
 
 def _unknown(name: str) -> ValueError:
-    names = ", ".join(_CODECS)
+    names = ", ".join(CODECS)
     return ValueError(
         f"unknown codec {name[:LONGEST_NAME]!r}: choose one of {names}, topk2:PART or auto:BITS, "
         "each with +matrices or +hidden if vectors (and embeddings) are to be sent whole, then "
@@ -114,7 +114,7 @@ def _base(base: str, number: str | None) -> Codec | None:
         return AutoCodec(float(number), (FLOAT32, BFLOAT16, INT8, E3M0, SIGN, TOPK2))
     if base == "mod4":
         return None if number else Mod4Codec()
-    codec = _CODECS.get(base) or _SHORT.get(base)
+    codec = CODECS.get(base) or _SHORT.get(base)
     if number is None:
         return codec
     return type(codec)(float(number)) if isinstance(codec, TopK2Codec) else None

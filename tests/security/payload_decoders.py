@@ -4,7 +4,7 @@ import torch
 
 from shoal.node.verify.material import decode_material as decode_material
 from shoal.optim.codecs.mod4 import Mod4Codec
-from shoal.optim.codecs.registry import codec_named
+from shoal.optim.codecs.registry import CODECS, codec_named
 from tests.security.decoder import Decoder, one
 
 
@@ -12,8 +12,7 @@ def codecs():
     shapes = [(64, 64), (5000,), (), (0,), (3,)]
     torch.manual_seed(1)
     tensors = [torch.randn(shape) for shape in shapes]
-    names = "float32 bfloat16 float16 int8 e3m0 topk2 topk2:0.1 topk2-senders sign auto:4 int8+ef"
-    for name in [*names.split(), "sign+matrices"]:
+    for name in [*CODECS, "topk2:0.1", "auto:4", "int8+ef", "sign+matrices"]:
         codec = codec_named(name)
         size = codec.nbytes(shapes)
 

@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 
 from shoal.optim.codecs.base import all_finite
-from shoal.optim.codecs.floats import FloatCodec
+from shoal.optim.codecs.floats import FLOAT_CODECS, FloatCodec
 from shoal.optim.codecs.memory import buffer
 from shoal.optim.exchange.averaging import mean_of
 from shoal.optim.exchange.base import Mean
@@ -350,7 +350,7 @@ class AllGather:
 
 
 PART = 1 << 18  # bytes that are averaged at a time
-FLOATS = frozenset({"float32", "float16", "bfloat16"})
+ALL_REDUCED_CODECS = frozenset(codec.name for codec in FLOAT_CODECS)
 SMALLEST = 4  # members; fewer move no more bytes by gathering, or hardly more
 # The leader's channel to a stopped member times out before it is given up here, so that the next
 # attempt is without it.
@@ -359,7 +359,7 @@ SENDER, REDUCER = 1.5, 2.0  # times the chunk timeout
 
 def fits(codec: str, members: int) -> bool:
     """Return whether a group should be reduced this way."""
-    return codec in FLOATS and members >= SMALLEST
+    return codec in ALL_REDUCED_CODECS and members >= SMALLEST
 
 
 class AllReduce:

@@ -17,7 +17,10 @@ from shoal.node.config.settings import load
 from shoal.node.plan.advice import advise
 from shoal.node.plan.rows import FIXED_BYTES, ModelTensors, choices, rows, work_of
 from shoal.node.plan.run_cost import ESTIMATE_LATEST_S, StartEstimate, run_cost
-from shoal.optim import METHODS, Alone
+from shoal.optim import METHODS, Alone, codec_named
+from shoal.optim.codecs.floats import FloatCodec
+from shoal.optim.codecs.registry import CODECS
+from shoal.optim.methods import methods_of
 from shoal.optim.schedule.schedules import Delayed
 from shoal.swarm.access.link import Link
 from shoal.swarm.errors import NetworkError, ShoalError
@@ -60,11 +63,7 @@ def test_table_has_every_method_and_codec():
     plain = {"float32", "bfloat16", "int8"}
     all_of_them = plain | {"e3m0+ef", "sign+ef"}
     assert {codec for method, codec, _ in shown if method == "noloco"} == plain | {"mod4"}
-    assert {method for method, codec, _ in shown if codec == "mod4"} == {
-        "noloco",
-        "local",
-        "gasloc",
-    }
+    assert {method for method, codec, _ in shown if codec == "mod4"} == set(methods_of("pair"))
     assert {codec for method, codec, _ in shown if method == "streaming"} == all_of_them
     assert {codec for method, codec, _ in shown if method == "sparseloco"} == {"topk2+ef:0.95"}
     assert {blocks for method, _, blocks in shown if method == "noloco"} == {True, False}
@@ -142,6 +141,8 @@ def test_groups_sum_what_the_exchange_sums():
     for outer in choices():
         work = work_of(outer, ModelTensors.of_count(1000), peers=8, step_s=1.0)
         assert work.sums == fits(outer.codec, SMALLEST)
+    for name in (*CODECS, "mod4", "auto:2", "float32+ef", "float16+matrices"):
+        assert fits(name, SMALLEST) == isinstance(codec_named(name), FloatCodec), name
     assert not work_of(
         OuterSettings(method="diloco", robust="centered-clip"),
         ModelTensors.of_count(1),

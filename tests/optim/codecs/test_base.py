@@ -23,9 +23,10 @@ from shoal.optim.codecs.bits import (
     unpack,
     unpack12,
 )
+from shoal.optim.codecs.floats import FLOAT_CODECS
 from shoal.optim.codecs.memory import SMALL, buffer
 
-CODECS = [FLOAT32, FLOAT16, BFLOAT16]
+CODECS = list(FLOAT_CODECS)
 SHAPES = hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=5)
 
 
@@ -146,6 +147,17 @@ def test_half_precision_rounds_to_nearest(codec, digits, tensors):
             signed, codec.decode(codec.encode(signed), shapes_of(signed)), strict=True
         ):
             assert ((after - before).abs() <= before.abs() * 2.0**-digits).all()
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.name)
+def test_ties_round_to_even(codec):
+    """Halfway between two neighbours the one of an even last bit is taken: above 1 the lower one,
+    above 1 + eps the upper one.
+    """
+    eps = torch.finfo(codec.dtype).eps
+    ties = torch.tensor([1 + 0.5 * eps, 1 + 1.5 * eps], dtype=WIDER[codec.name])
+    (found,) = codec.decode(codec.encode([torch.cat([ties, -ties])]), [(4,)])
+    assert found.tolist() == [1.0, 1 + 2 * eps, -1.0, -1 - 2 * eps]
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.name)
