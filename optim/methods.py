@@ -76,7 +76,7 @@ class Method:
     """Default weighting of contributions (`shoal.optim.outer.contribution_weight`)."""
     doubles: bool = False
     """True: where weights differ it sends two tensors a parameter, since its pull is never
-    weighted.
+    weighted (not if `unweighted_count` covers all that it sends).
     """
     scales: bool = False
     """True: it sends a number besides each tensor, the length of its pseudo-gradient."""

@@ -22,7 +22,6 @@ import pytest
 
 from shoal.node.cli.main import cli
 from shoal.node.config.settings import load
-from shoal.node.exit_code import ExitCode
 from shoal.node.task import Shard
 from shoal.node.tasks.loader import load_task
 from shoal.node.training.trainer import Trainer
@@ -270,13 +269,6 @@ def test_modules_that_the_pages_name_in_short_exist():
             rf"`((?:{'|'.join(TOPS)})(?:\.\w+)+)`", page.read_text(encoding="utf-8")
         ):
             assert exists(f"shoal.{name}"), f"{page.name} names {name}"
-
-
-def test_exit_codes_are_those_of_the_program():
-    rows = re.findall(
-        r"^\| (\d+) \| (.+) \|$", (ROOT / "docs" / "troubleshooting.md").read_text(), re.M
-    )
-    assert rows == [(str(int(code)), code.meaning) for code in ExitCode]
 
 
 def test_the_tour_names_ten_files():

@@ -31,6 +31,11 @@ REMEDY = re.compile(
 """How a sentence goes on after what happened."""
 
 
+def test_exit_codes_are_those_of_the_program():
+    rows = re.findall(r"^\| (\d+) \| (.+) \|$", PAGE, re.M)
+    assert rows == [(str(int(code)), code.meaning) for code in ExitCode]
+
+
 def test_every_exit_code_has_a_section_in_order():
     assert [int(code) for code in re.findall(r"^## Exit code (\d+): ", PAGE, re.M)] == [
         int(code) for code in ExitCode

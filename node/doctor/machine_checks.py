@@ -133,7 +133,7 @@ def memory(visit: Visit, tell: Tell) -> str:
 
 
 def disk(visit: Visit, tell: Tell) -> str:
-    """Check that the default folder of checkpoints is writable, and has room."""
+    """Check that runs/ here, else the current folder, is writable and its disk has room."""
     folder = next(path for path in (Path("runs"), Path()) if path.is_dir())
     where = f"in {str(folder.resolve())!r}"
     try:
