@@ -8,7 +8,8 @@ from shoal.swarm.settings.outer import OuterSettings
 
 def blocking(**settings):
     """Return settings whose exchanges are waited for, whatever the default is; those of methods
-    without a partner as they are.
+    without a partner, or without a lag, as they are.
     """
-    pair = method_named(settings.get("method", "noloco")).group == "pair"
-    return OuterSettings(**{**({"lag": 0} if pair else {}), **settings})
+    method = method_named(settings.get("method", "noloco"))
+    overlaps = method.group == "pair" and "lag" in method.knobs
+    return OuterSettings(**{**({"lag": 0} if overlaps else {}), **settings})

@@ -9,6 +9,7 @@ import pkgutil
 import pytest
 import torch
 
+from shoal import optim
 from shoal.optim import (
     INT8,
     METHODS,
@@ -25,6 +26,7 @@ from shoal.optim import (
     experimental,
     method_named,
     methods_with,
+    public,
     rules,
 )
 from shoal.optim.methods import DEFAULT_LAG, methods_of
@@ -51,6 +53,12 @@ def test_every_method_is_a_class_in_the_table():
             }
     abstract = {OuterOptimizer, GossipOptimizer}
     assert classes - abstract == {method.optimizer for method in METHODS.values()}
+
+
+def test_public_names_are_those_of_the_package():
+    """Mutant: a rule's name is left out of ``__all__`` or of ``public``."""
+    defined = {name for name in vars(public) if not name.startswith("_")}
+    assert defined == set(optim.__all__)
 
 
 def test_experiments_stand_below_the_others():

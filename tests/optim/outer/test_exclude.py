@@ -477,12 +477,19 @@ KEEPS = {
     "local": {"lag": 0},
     "gasloc": {"lr": 1.0, "momentum": 0.0, "lag": 0},
     "diloco": {"lr": 1.0, "momentum": 0.0},
+    "diloco-hb": {"lr": 1.0, "momentum": 0.0},
     "streaming": {"lr": 1.0, "momentum": 0.0, "fragments": 2, "lag": 0, "mix": 0.0},
     "decoupled": {"lr": 1.0, "momentum": 0.0, "fragments": 2, "lag": 0},
     "eager": {"lr": 1.0, "momentum": 0.0},
     "co2": {"lr": 1.0, "momentum": 0.0, "penalty": 1.0, "clip": None, "keep": True},
     "sparta": {"part": 0.5},
 }
+
+
+def test_these_are_all_methods_but_two():
+    """None sends nothing; sparseloco keeps in its residual what its codec leaves out."""
+    assert set(METHODS) - set(KEEPS) == {"none", "sparseloco"}
+    assert not set(KEEPS) - set(METHODS)
 
 
 @pytest.mark.parametrize("method", KEEPS)

@@ -8,7 +8,7 @@ import warnings
 import pytest
 import torch
 
-from shoal.optim import Alone, DiLoCo, NoLoCo, Simulation, Stepped, method_named
+from shoal.optim import METHODS, Alone, DiLoCo, NoLoCo, Simulation, Stepped, method_named
 from tests.support.outer_training import model, same, train
 
 KNOBS = {
@@ -17,12 +17,17 @@ KNOBS = {
     "local": {"every": 6, "lag": 0},
     "sparta": {"every": 3, "part": 0.2},
     "diloco": {"every": 6},
+    "diloco-hb": {"every": 6},
     "streaming": {"every": 6, "fragments": 2, "lag": 2},
     "sparseloco": {"every": 6},
     "decoupled": {"every": 6, "fragments": 2, "lag": 2},
     "co2": {"every": 6},
     "eager": {"every": 6},
 }
+
+
+def test_all_methods_that_exchange_are_restarted():
+    assert set(KNOBS) == set(METHODS) - {"none"}
 
 
 def sgd(net):

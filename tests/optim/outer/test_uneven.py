@@ -37,6 +37,7 @@ from shoal.optim import (
 )
 from shoal.optim.exchange.base import Exchange, Handle
 from shoal.optim.exchange.weighted_mean import counted_weights
+from shoal.optim.methods import methods_of
 from shoal.optim.outer.agreement import sources
 
 SPEEDS = {
@@ -332,7 +333,7 @@ def test_token_rounds_are_equal_across_batches():
 WEIGHTED = pytest.mark.parametrize(
     "options", [{}, {"weight": by_tokens}], ids=["equal", "weighted"]
 )
-PAIRS, GROUPS = ("noloco", "local", "gasloc"), ("diloco", "eager", "co2", "sparseloco")
+PAIRS, GROUPS = methods_of("pair"), ("diloco", "eager", "co2", "sparseloco")
 
 
 def tensors(value):

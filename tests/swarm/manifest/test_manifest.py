@@ -8,6 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
+from shoal.optim import methods_with
+from shoal.optim.methods import methods_of
 from shoal.swarm.errors import MessageError
 from shoal.swarm.identity import Identity
 from shoal.swarm.manifest import MAX_BUCKET, MIN_BUCKET, Manifest, open_manifest, swarm_id
@@ -154,7 +156,9 @@ def test_the_largest_manifest_fits_a_reply():
         pack(manifest(task_options=dict.fromkeys(options, "\U0001f41f" * 1024)))
 
 
-PAIRS = pytest.mark.parametrize("method", ["noloco", "local", "gasloc"])
+PAIRS = pytest.mark.parametrize(
+    "method", [name for name in methods_with("lag") if name in methods_of("pair")]
+)
 
 
 @PAIRS
