@@ -11,9 +11,10 @@ from itertools import pairwise
 from pathlib import Path
 from xml.sax.saxutils import escape
 
+from shoal.node.watch.curves import laid
 from shoal.node.watch.events import Heard
 from shoal.node.watch.source import recorded
-from shoal.node.watch.swarm_view import SwarmView, laid
+from shoal.node.watch.swarm_view import SwarmView
 
 WIDTH, HEIGHT = 860, 350
 LEFT, RIGHT, TOP, BOTTOM = 400, 836, 60, 262  # of the chart

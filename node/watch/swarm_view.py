@@ -9,13 +9,15 @@ from __future__ import annotations
 import math
 import re
 import statistics
-from bisect import bisect_left
-from collections import Counter, OrderedDict, deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any, NamedTuple
 
+from shoal.node.watch.connections import Connections
+from shoal.node.watch.consensus import Consensus
+from shoal.node.watch.curves import Curve
+from shoal.node.watch.event_log import EventLog, LogLine
 from shoal.node.watch.events import (
     BootstrapNode,
     Changed,
@@ -29,6 +31,7 @@ from shoal.node.watch.events import (
     Unreachable,
     Watching,
 )
+from shoal.node.watch.rate_curves import RateCurves
 from shoal.swarm.changes import ChangePart, described
 from shoal.swarm.p2p.addresses import range_met
 from shoal.swarm.p2p.newest import Newest
@@ -72,135 +75,6 @@ def faults_label(faults: Mapping[str, int]) -> str:
 def change_sentence(part: ChangePart) -> str:
     """Return what a part of a change sets, and from when on."""
     return f"{described(part.settings())} from round {part.round} on"
-
-
-MAX_POINTS = 512  # of each curve; a curve that is full keeps every other point
-SMOOTHED = 1 / 32  # part of a curve over which it is smoothed
-GAP = 6  # times the usual step of a curve, or of the chart: a longer one is a gap
-DIGITS = 5  # significant ones in a chart
-
-Points = Sequence[tuple[float, float]]
-
-
-class Curve:
-    """Points (x, y) by growing x, at most `MAX_POINTS`: when full, every other one goes, so the
-    whole run stays in view.
-    """
-
-    def __init__(self) -> None:
-        self.points: list[tuple[float, float]] = []
-        self._smooth: list[tuple[float, float]] | None = None
-        self._every = 1
-        self._skipped = 0
-
-    def add(self, x: float, y: float) -> None:
-        """Append a point; one with no larger x takes the place of all from there on (a node that
-        resumed from a checkpoint).
-        """
-        self._smooth = None
-        if self.points and x <= self.points[-1][0]:
-            self.points = [point for point in self.points if point[0] < x]
-        self._skipped += 1
-        if self._skipped < self._every:
-            return
-        self._skipped = 0
-        self.points.append((x, y))
-        if len(self.points) > MAX_POINTS:
-            self.points = self.points[::2]
-            self._every *= 2
-
-    def smooth(self) -> list[tuple[float, float]]:
-        """Return the points with each y the exponential mean over about `SMOOTHED` of the curve;
-        made anew only after `add`.
-        """
-        if self._smooth is None:
-            share = 1 / max(len(self.points) * SMOOTHED, 1)
-            found: list[tuple[float, float]] = []
-            for x, y in self.points:
-                found.append((x, found[-1][1] + (y - found[-1][1]) * share if found else y))
-            self._smooth = found
-        return self._smooth
-
-
-def rounded(value: float) -> float:
-    return float(f"{value:.{DIGITS}g}")
-
-
-def grid(curves: Sequence[Points], size: int) -> list[float]:
-    """Return at most ``size`` growing x at which curves are drawn together: their own, or equal
-    steps where there are more.
-    """
-    found = sorted({x for points in curves for x, _ in points})
-    if len(found) <= size:
-        return found
-    step = (found[-1] - found[0]) / (size - 1)
-    return [found[0] + step * index for index in range(size)]
-
-
-def laid(points: Points, xs: Sequence[float]) -> list[float | None]:
-    """Return the y of a curve at each of ``xs``, straight between its points; None where no point
-    is near.
-
-    Behind its last point it stays as it was for a moment: others may have reported first.
-    """
-    steps = sorted(after - before for (before, _), (after, _) in pairwise(points))
-    grid_step = (xs[-1] - xs[0]) / max(len(xs) - 1, 1) if xs else 0.0
-    gap = GAP * max(steps[len(steps) // 2] if steps else 0.0, grid_step)
-    found: list[float | None] = []
-    for x in xs:
-        at = bisect_left(points, x, key=lambda point: point[0])
-        if at < len(points) and points[at][0] == x:
-            found.append(rounded(points[at][1]))
-        elif at == 0 or x - points[at - 1][0] > gap:
-            found.append(None)
-        elif at == len(points):
-            found.append(rounded(points[-1][1]))
-        else:
-            (x0, y0), (x1, y1) = points[at - 1], points[at]
-            found.append(None if x1 - x0 > gap else rounded(y0 + (y1 - y0) * (x - x0) / (x1 - x0)))
-    return found
-
-
-def chart(curves: Sequence[Points], size: int, most: int) -> dict[str, list[Any]]:
-    """Return what a chart of many peers shows: ``x``, ``mean``, ``low`` and ``high`` of all, and
-    ``each`` of the first ``most``.
-
-    All have one y for each x, or None where there is none. The peers' curves are laid on the same
-    x, so a late one does not bend the mean by where its points happen to be.
-    """
-    xs = grid(curves, size)
-    each = [laid(points, xs) for points in curves]
-    known = [[y for y in column if y is not None] for column in zip(*each, strict=True)]
-    return {
-        "x": [
-            float(f"{x:.12g}") for x in xs
-        ],  # rounds and seconds: five digits are too few for 100,000
-        "mean": [rounded(statistics.fmean(ys)) if ys else None for ys in known],
-        "low": [min(ys, default=None) for ys in known],
-        "high": [max(ys, default=None) for ys in known],
-        "each": each[:most],
-    }
-
-
-# Consensus distance of a swarm: how far apart the peers' slow weights are, from the projections in
-# their statuses.
-
-
-def consensus_distance(projections: Sequence[Sequence[float]]) -> float | None:
-    """Return the RMS distance of all pairs over the RMS norm; None below two peers, or if all
-    weights are zero.
-
-    ``projections``: of each peer the sums, and last the norm (`shoal.optim.outer.sketch`). With K
-    peers the error is about 1 / sqrt(32 (K - 1)) of the distance.
-    """
-    if len(projections) < 2:
-        return None
-    sums = [projection[:-1] for projection in projections]
-    # The mean square over all pairs is twice the unbiased variance, so no pair has to be looked at.
-    mean = [math.fsum(column) / len(sums) for column in zip(*sums, strict=True)]
-    apart = 2 * math.fsum(math.dist(one, mean) ** 2 for one in sums) / (len(sums) - 1)
-    size = math.fsum(projection[-1] ** 2 for projection in projections) / len(projections)
-    return math.sqrt(apart / size) if size else None
 
 
 MAX_PAIRS = 4096  # exchanges that are remembered
@@ -331,13 +205,9 @@ class Confirmations:
 
 
 MAX_PEERS = 2048
-MAX_LOG = 256
+MAX_REASONS = 64  # for refusing a message that are counted apart
 SILENT_S = 8.0  # seconds without a status after which a node of a small swarm is shown as silent
 MISSED = 4  # missed statuses, in a large one
-SAMPLE_S = 1.0  # seconds between two points of the swarm's curves
-COMPARED = 4  # newest exchanges of which the peers' weights are compared
-# Of the totals, drawn over time.
-RATES = ("steps_per_s", "tokens_per_s", "bytes_sent_per_s", "bytes_received_per_s")
 
 
 @dataclass
@@ -350,6 +220,8 @@ class Peer:
     """The round that it is in; its status counts exchanges, of which a round has one for each
     fragment.
     """
+    place: tuple[int, int] = (-1, -1)
+    """Step and exchange of the newest round that it has told of."""
     silent: bool = False
     sent_rate: float = 0.0
     received_rate: float = 0.0
@@ -395,15 +267,6 @@ class Peer:
         return found
 
 
-@dataclass(frozen=True)
-class LogLine:
-    """Line of the event log: ``kind`` is peer, change, fault or verdict."""
-
-    time: float
-    kind: str
-    text: str
-
-
 class SwarmView:
     """Model of one swarm. `take` events, `tick` now and then, and read it."""
 
@@ -411,29 +274,19 @@ class SwarmView:
         self.swarm = ""
         self.title: Described | None = None
         self.peers: OrderedDict[str, Peer] = OrderedDict()
-        self.connected: set[str] = set()
-        self.unreachable = Newest[str, str](MAX_PEERS)
+        self.connections = Connections()
         self.refused: Counter[str] = Counter()
         self.heard = 0
-        self.log: deque[LogLine] = deque(maxlen=MAX_LOG)
-        self.logged = 0
-        """Lines of the log so far, with those that are forgotten."""
+        self.log = EventLog()
         self.now = 0.0
-        self._rounds_seen: dict[str, tuple[int, int]] = {}
         self.meetings = Meetings()
         self.confirmations = Confirmations()
         self.begun: float | None = None
         """Unix time of the first status."""
-        self.rates = {name: Curve() for name in RATES}
-        """Totals of the swarm by seconds since `begun`."""
-        self.consensus = Curve()
-        """Consensus distance of the slow weights, by round."""
-        self.bootstrap: set[str] = set()
-        """Connected peers that are bootstrap nodes."""
+        self.rates = RateCurves()
+        self.consensus = Consensus()
         self.changes: tuple[ChangePart, ...] = ()
         """What the creator has changed of the settings."""
-        self._projections: OrderedDict[int, dict[str, tuple[float, ...]]] = OrderedDict()
-        self._sampled = float("-inf")
 
     # -- in ----------------------------------------------------------------------------------------
 
@@ -445,25 +298,22 @@ class SwarmView:
         elif isinstance(event, Signed):
             self.confirmations.add(event.receipts)
         elif isinstance(event, MessageRefused):
-            self.refused[
-                event.reason if len(self.refused) < 64 or event.reason in self.refused else "other"
-            ] += 1
+            is_told = event.reason in self.refused or len(self.refused) < MAX_REASONS
+            self.refused[event.reason if is_told else "other"] += 1
         elif isinstance(event, Connected):
-            self.connected.add(event.peer)
-            self.unreachable.pop(event.peer, None)
+            self.connections.opened(event.peer)
         elif isinstance(event, Disconnected):
-            self.connected.discard(event.peer)
-            self.bootstrap.discard(event.peer)
+            self.connections.closed(event.peer)
         elif isinstance(event, BootstrapNode):
-            self.bootstrap |= {event.peer} & self.connected
+            self.connections.known_as_bootstrap(event.peer)
         elif isinstance(event, Changed):
             self._change(event.parts)
         elif isinstance(event, Unreachable):
-            if event.peer not in self.unreachable:
+            if event.peer not in self.connections.unreachable:
                 # Strangers may read it, so without addresses.
                 why = re.split(r" \(| at /| /", event.reason)[0]
                 self._note("peer", f"…{event.peer[-TAIL:]} {why}")
-            self.unreachable[event.peer] = event.reason
+            self.connections.unreachable[event.peer] = event.reason
         elif isinstance(event, Described):
             self.title = event
         elif isinstance(event, Watching):
@@ -477,14 +327,8 @@ class SwarmView:
             if peer.here and self.now - peer.heard > limit:
                 peer.silent = True
                 self._note("peer", f"{peer.status.name} fell silent in round {peer.round}")
-        self._sample()
-
-    def _sample(self) -> None:
-        if self.begun is None or self.now - self._sampled < SAMPLE_S:
-            return
-        self._sampled, totals = self.now, self.totals()
-        for name, curve in self.rates.items():
-            curve.add(self.now - self.begun, float(totals[name]))
+        if self.begun is not None and self.rates.is_due(self.now):
+            self.rates.add(self.now, self.begun, self.totals())
 
     def _change(self, parts: tuple[ChangePart, ...]) -> None:
         for part in parts:
@@ -516,36 +360,12 @@ class SwarmView:
             self._round(peer, done, fragments)
         if status.rollouts is not None and status.rollouts.reward is not None:
             peer.reward.add(number, status.rollouts.reward)
-        self._compare_weights(status, fragments)
+        if status.projection is not None:
+            here = [key for key, peer in self.peers.items() if peer.here]
+            self.consensus.add(status.peer, status.projection, here, fragments)
         # In a recording nothing else tells that time goes by.
-        if self.now - self._sampled >= SAMPLE_S:
+        if self.rates.is_due(self.now):
             self.tick(self.now)
-
-    def _compare_weights(self, status: Status, fragments: int) -> None:
-        """Take in the projection of a peer's weights; those of an exchange are compared when all
-        have sent theirs, or it is old.
-        """
-        if status.projection is None:
-            return
-        number, norm, sums = status.projection
-        if (
-            number not in self._projections
-            and (points := self.consensus.points)
-            and number / fragments <= points[-1][0]
-        ):
-            return
-        self._projections.setdefault(number, {})[status.peer] = (*sums, norm)
-        while self._projections:
-            oldest = min(self._projections)
-            known = self._projections[oldest]
-            complete = len(known) > 1 and all(
-                key in known for key, peer in self.peers.items() if peer.here
-            )
-            if not complete and len(self._projections) <= COMPARED:
-                return
-            del self._projections[oldest]
-            if (distance := consensus_distance(list(known.values()))) is not None:
-                self.consensus.add(oldest / fragments, distance)
 
     def _compare(self, peer: Peer, status: Status, number: int) -> None:
         """Tell what has changed since the peer's status before; it is in round ``number`` now."""
@@ -587,11 +407,10 @@ class SwarmView:
     def _round(self, peer: Peer, done: Round, fragments: int) -> None:
         me = peer.status.peer
         place = (done.step, done.round)
-        seen = self._rounds_seen.get(me, (-1, -1))
         # With a lower step than seen it resumed from a checkpoint.
-        if place <= seen and seen[0] <= peer.status.progress.step:
+        if place <= peer.place and peer.place[0] <= peer.status.progress.step:
             return
-        self._rounds_seen[me] = place
+        peer.place = place
         peer.partners = done.partners
         if done.loss is not None:
             peer.loss.add(done.round / fragments, done.loss)
@@ -602,11 +421,9 @@ class SwarmView:
         if len(self.peers) > MAX_PEERS:
             gone = min(self.peers, key=lambda peer: self.peers[peer].heard)
             del self.peers[gone]
-            self._rounds_seen.pop(gone, None)
 
     def _note(self, kind: str, text: str) -> None:
-        self.logged += 1
-        self.log.append(LogLine(self.now, kind, text))
+        self.log.add(LogLine(self.now, kind, text))
 
     # -- out ---------------------------------------------------------------------------------------
 
@@ -673,7 +490,7 @@ class SwarmView:
             "size": size,
             "sampled": size > len(here),
             "known": len(known),
-            "connected": len(self.connected),
+            "connected": len(self.connections.peers),
             "round_min": min(rounds, default=None),
             "round_max": max(rounds, default=None),
             "loss": _mean(peer.status.loss.training for peer in here),

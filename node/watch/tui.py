@@ -19,9 +19,10 @@ from textual.coordinate import Coordinate
 from textual.widgets import DataTable, Footer, RichLog, Static
 
 from shoal.node.console import figure, plural
+from shoal.node.watch.curves import Points, chart
 from shoal.node.watch.events import Event
 from shoal.node.watch.source import EventSource
-from shoal.node.watch.swarm_view import Points, SwarmView, change_sentence, chart, faults_label
+from shoal.node.watch.swarm_view import SwarmView, change_sentence, faults_label
 from shoal.swarm.figures import amount
 from shoal.swarm.topics.status import lag_label, reach_label, tokens_label
 from shoal.swarm.wire.record import TAIL
@@ -394,10 +395,10 @@ class WatchApp(App[None]):  # type: ignore[misc]
         self._draw_table()
         for picture in self.query(Picture):
             picture.refresh()
-        fresh = self.view.logged - self._logged
-        self._logged = self.view.logged
+        fresh = self.view.log.count - self._logged
+        self._logged = self.view.log.count
         log = self.query_one("#news", RichLog)
-        for item in list(self.view.log)[-fresh:] if fresh else []:
+        for item in list(self.view.log.lines)[-fresh:] if fresh else []:
             stamp = time.strftime("%H:%M:%S ", time.localtime(item.time))
             log.write(Text(stamp + item.text, style=STYLES.get(item.kind, "")))
 

@@ -27,9 +27,10 @@ from aiohttp.log import server_logger
 
 from shoal.node.console import dumps
 from shoal.node.listen_address import HERE, Address
+from shoal.node.watch.curves import chart
 from shoal.node.watch.events import Event, WatchError
 from shoal.node.watch.source import EventSource, Timeline
-from shoal.node.watch.swarm_view import Peer, SwarmView, change_sentence, chart, faults_label
+from shoal.node.watch.swarm_view import Peer, SwarmView, change_sentence, faults_label
 from shoal.swarm.access.link import Link
 from shoal.swarm.membership.link_addresses import lasting_link
 from shoal.swarm.p2p.addresses import host_asked, range_of
@@ -78,10 +79,10 @@ class ShownLink:
         seeds: dict[str, list[str]] = {}
         for address in given:
             peer = address.rpartition("/p2p/")[2]
-            if peer in view.connected and peer not in view.peers:
+            if peer in view.connections.peers and peer not in view.peers:
                 seeds.setdefault(peer, []).append(address)
         return lasting_link(
-            self._link.swarm, members, seeds=seeds, met=view.connected, otherwise=given
+            self._link.swarm, members, seeds=seeds, met=view.connections.peers, otherwise=given
         )
 
 
@@ -139,7 +140,7 @@ def page_data(view: SwarmView, *, ended: bool, link: ShownLink | None = None) ->
             }
             for key, peer in rows[:ROWS]
         ],
-        "bootstrap": sorted(peer[-TAIL:] for peer in view.bootstrap)[:LINES],
+        "bootstrap": sorted(peer[-TAIL:] for peer in view.connections.bootstrap)[:LINES],
         "changes": [change_sentence(part) for part in view.changes],
         "charts": _charts(view, peers),
         "pairs": [[a, b, edge.times, edge.round // fragments, edge.time] for (a, b), edge in edges],
@@ -152,7 +153,7 @@ def page_data(view: SwarmView, *, ended: bool, link: ShownLink | None = None) ->
             ]
             for number, groups, alone in view.meetings.newest()
         ],
-        "news": [[item.time, item.kind, item.text] for item in view.log],
+        "news": [[item.time, item.kind, item.text] for item in view.log.lines],
     }
 
 
@@ -179,13 +180,13 @@ def _charts(view: SwarmView, peers: Sequence[Peer]) -> dict[str, Any]:
     rewards = [peer.reward.smooth() for peer in peers]
     losses = [peer.loss.smooth() for peer in peers]
     over_time = [peer.loss_over_time.smooth() for peer in peers]
-    speed = {name: curve.smooth() for name, curve in view.rates.items()}
+    speed = {name: curve.smooth() for name, curve in view.rates.curves.items()}
     traffic = [speed["bytes_sent_per_s"], speed["bytes_received_per_s"]]
     return {
         "loss": chart(losses, POINTS, LINES),
         "loss_over_time": chart(over_time, POINTS, LINES),
         "reward": chart(rewards, POINTS, LINES) if any(rewards) else None,
-        "consensus": chart([view.consensus.smooth(), view.consensus.points], POINTS, 2),
+        "consensus": chart([view.consensus.curve.smooth(), view.consensus.curve.points], POINTS, 2),
         "steps_per_s": chart([speed["steps_per_s"]], POINTS, 0),
         "tokens_per_s": chart([speed["tokens_per_s"]], POINTS, 0),
         "traffic": chart(traffic, POINTS, 2),

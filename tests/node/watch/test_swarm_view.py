@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.node.watch import source, swarm_view
+from shoal.node.watch import consensus, source, swarm_view
+from shoal.node.watch.curves import MAX_POINTS, Curve, chart
 from shoal.node.watch.events import (
     BootstrapNode,
     Changed,
@@ -22,7 +23,7 @@ from shoal.node.watch.events import (
     Watching,
 )
 from shoal.node.watch.source import AGAIN_MAX_S, AGAIN_S, OLD_S, QUOTA, PeerAddresses, RecordFilter
-from shoal.node.watch.swarm_view import MAX_POINTS, SILENT_S, Curve, SwarmView, chart
+from shoal.node.watch.swarm_view import SILENT_S, SwarmView
 from shoal.node.watch.tui import COLUMNS, headline, peer_rows
 from shoal.node.watch.web import page_data
 from shoal.swarm.changes import ChangePart
@@ -43,7 +44,7 @@ def view_of(*events):
 
 
 def texts(view, kind):
-    return [item.text for item in view.log if item.kind == kind]
+    return [item.text for item in view.log.lines if item.kind == kind]
 
 
 def test_peers_and_totals(authors):
@@ -121,11 +122,11 @@ def test_a_clock_that_is_set_back_silences_nobody(authors):
     (anna, *_) = authors
     view = view_of(anna.heard(anna.round(3)))
     view.tick(NOW + 3600.0)
-    told = len(view.log)
+    told = len(view.log.lines)
     view.take(anna.heard(anna.round(4)))  # by a clock that is an hour behind now
     view.tick(NOW)
     assert view.totals()["peers"] == 1
-    assert len(view.log) <= told + 1
+    assert len(view.log.lines) <= told + 1
 
 
 def test_rounds_beyond_100000_are_themselves():
@@ -257,8 +258,8 @@ def test_connections_and_refusals_are_counted(authors):
         MessageRefused(time=NOW, reason="forged"),
         MessageRefused(time=NOW, reason="malformed"),
     )
-    assert view.connected == set()
-    assert view.unreachable == {bert.peer: "nobody answers"}
+    assert view.connections.peers == set()
+    assert view.connections.unreachable == {bert.peer: "nobody answers"}
     assert view.refused == {"forged": 2, "malformed": 1}
     view.take(
         Unreachable(
@@ -267,9 +268,9 @@ def test_connections_and_refusals_are_counted(authors):
             reason="could not be connected to (* [/ip4/192.0.2.1/tcp/1] refused)",
         )
     )
-    assert [item.text for item in view.log] == [f"…{bert.tail} nobody answers"]  # once
+    assert [item.text for item in view.log.lines] == [f"…{bert.tail} nobody answers"]  # once
     view.take(Connected(time=NOW, peer=bert.peer))
-    assert view.unreachable == {}
+    assert view.connections.unreachable == {}
     view.take(
         Unreachable(
             time=NOW,
@@ -278,7 +279,7 @@ def test_connections_and_refusals_are_counted(authors):
         )
     )
     assert (
-        view.log[-1].text == f"…{bert.tail} could not be connected to"
+        view.log.lines[-1].text == f"…{bert.tail} could not be connected to"
     )  # the page may be read by strangers
 
 
@@ -395,8 +396,8 @@ def test_loss_is_drawn_over_wall_time(authors):
         *(anna.heard(anna.round(n), at=NOW + n / 2, bytes_sent=1000 * n) for n in range(8))
     )
     assert view.peers[anna.peer].loss_over_time.points == [(n / 2, 4.0 / (n + 1)) for n in range(8)]
-    assert [x for x, _ in view.rates["steps_per_s"].points] == [0.0, 1.0, 2.0, 3.0]
-    assert view.rates["bytes_sent_per_s"].points[-1][1] == 2000.0
+    assert [x for x, _ in view.rates.curves["steps_per_s"].points] == [0.0, 1.0, 2.0, 3.0]
+    assert view.rates.curves["bytes_sent_per_s"].points[-1][1] == 2000.0
 
 
 def projected(*values):
@@ -407,13 +408,13 @@ def test_consensus_is_drawn_once_complete_or_old(authors):
     """The consensus distance is drawn when all have told of an exchange or it is old."""
     anna, bert, _ = authors
     view = view_of(anna.heard(projection=(1, 2.0, projected(1))), bert.heard())
-    assert view.consensus.points == []
+    assert view.consensus.curve.points == []
     view.take(bert.heard(at=NOW + 1, projection=(1, 2.0, projected(0, 1))))
-    assert view.consensus.points == [(1, pytest.approx((2**0.5) / 2))]
+    assert view.consensus.curve.points == [(1, pytest.approx((2**0.5) / 2))]
     for number in range(2, 9):  # bert tells nothing more
         view.take(anna.heard(at=NOW + number, projection=(number, 2.0, projected(1))))
-    assert [x for x, _ in view.consensus.points] == [1]
-    assert len(view._projections) <= swarm_view.COMPARED
+    assert [x for x, _ in view.consensus.curve.points] == [1]
+    assert len(view.consensus._projections) <= consensus.COMPARED
 
 
 def test_silence_is_noticed_in_a_recording_too(authors):
@@ -467,7 +468,7 @@ def test_changed_settings_are_shown_everywhere(authors):
     first, second = ChangePart(round=4, lr=0.0001), ChangePart(round=9, steps=4000)
     view = view_of(Changed(time=NOW, parts=(first,)), Changed(time=NOW, parts=(first, second)))
     said = ["train.lr=0.0001 from round 4 on", "train.steps=4000 from round 9 on"]
-    assert [(line.kind, line.text) for line in view.log] == [
+    assert [(line.kind, line.text) for line in view.log.lines] == [
         ("change", f"the creator has changed {one}") for one in said
     ]
     assert headline(view).endswith(f"   changed: {said[0]}, {said[1]}")

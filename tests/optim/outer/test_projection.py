@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from shoal.node.watch.swarm_view import consensus_distance
+from shoal.node.watch.consensus import consensus_distance
 from shoal.optim.outer.sketch import BLOCK, PROJECTED, projection
 from shoal.swarm.topics import status
 
