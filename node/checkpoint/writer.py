@@ -17,19 +17,20 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import threading
 import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from shoal.node.checkpoint.background_save import BackgroundSave
 from shoal.node.checkpoint.folder import CheckpointError, listed
-from shoal.node.checkpoint.packing import ABLE, Packed, UnpackableError, pack, shown
+from shoal.node.checkpoint.packing import Packed, UnpackableError, pack
+from shoal.node.checkpoint.save_failure import save_failure
 from shoal.node.checkpoint.snapshots import Snapshots
 from shoal.node.checkpoint.store import prove, save
 from shoal.node.lost_output import DISK_FULL
-from shoal.node.user_code import device_failed, out_of_memory
+from shoal.node.user_code import out_of_memory
 from shoal.swarm.repeats import Repeats
 
 GB = 10**9
@@ -50,15 +51,6 @@ def used(folder: Path) -> int:
 PATIENCE_S = 60.0
 """What a save that is waited for may take, besides its bytes at the slowest rate."""
 SLOWEST_BYTES_PER_S = 20e6
-HOLDERS = {
-    "model": "the model",
-    "optimizer": "the optimizer",
-    "inner": "the optimizer",
-    "scheduler": "the learning-rate scheduler",
-    "data": "the place in the data",
-    "extra": "run.extra",
-}
-"""Whoever keeps what is found under a key of the state, for sentences."""
 
 
 class CheckpointWriter:
@@ -102,13 +94,9 @@ class CheckpointWriter:
         self._check = check
         self._size = 0
         """Bytes of the tensors of the last save."""
-        self._released = threading.Event()
-        """Set when training may change the tensors that are being written."""
-        self._given_up = threading.Event()
-        """Set when it does before it may."""
         self._snapshots = Snapshots()
-        self._writer: threading.Thread | None = None
-        self._failure: CheckpointError | None = None
+        self._current: BackgroundSave | None = None
+        """The save that is under way, or whose end was not reported yet."""
         self._said = Repeats()
         self._tried = False
         """True once a state could be packed."""
@@ -119,7 +107,7 @@ class CheckpointWriter:
 
     @property
     def busy(self) -> bool:
-        return self._writer is not None and self._writer.is_alive()
+        return self._current is not None and self._current.is_running
 
     @property
     def nbytes(self) -> int:
@@ -147,7 +135,7 @@ class CheckpointWriter:
                 prove(packed)
                 self._check()
             except UnpackableError as error:
-                raise _as_failure(error) from error
+                raise save_failure(error) from error
             except (MemoryError, RuntimeError) as error:
                 if not out_of_memory(error):
                     raise
@@ -187,29 +175,33 @@ class CheckpointWriter:
         """
         end = time.monotonic() + patience_s
         self._wait(end)
-        if not self.busy:
+        current = self._current
+        if current is None or not current.is_running:
             self._report(said=True)  # what follows says how saving ended
-            self._begin(step, last=True)
+            current = self._begin(step, last=True)
             self._wait(end + self._size / SLOWEST_BYTES_PER_S)
-        if self.busy:
-            self._given_up.set()
+        if current.is_running:
+            current.give_up()
             return (
                 f"The last checkpoint was not saved to {str(self._folder)!r} in time: the disk is "
                 "too slow or hangs; the newest of the older checkpoints is whole."
             )
-        failure = self._failure
+        failure = current.failure
         self._report(said=failure is not None)
         return None if failure is None else str(failure)
 
     def _wait(self, end: float) -> None:
-        if self._writer is not None:
-            self._writer.join(max(end - time.monotonic(), 0.0))
+        if self._current is not None:
+            self._current.join(end - time.monotonic())
 
-    def _begin(self, step: int, packed: Packed | None = None, *, last: bool = False) -> None:
+    def _begin(
+        self, step: int, packed: Packed | None = None, *, last: bool = False
+    ) -> BackgroundSave:
         """Begin a save, of ``packed`` if given.
 
         The ``last`` needs no copy and is not waited for here, for no step follows it.
         """
+        current = BackgroundSave()
         try:
             packed = packed or self._pack()
             self._size = _nbytes(packed)
@@ -219,65 +211,50 @@ class CheckpointWriter:
         except (CheckpointError, TypeError, MemoryError, RuntimeError) as error:
             if isinstance(error, RuntimeError) and not out_of_memory(error):
                 raise
-            self._failure = _as_failure(error)
-            return
+            current.failure = save_failure(error)
+            self._current = current
+            return current
         if not copied:
             self._snapshots.clear()
-        self._released = threading.Event()
-        self._given_up = threading.Event()
-        # A daemon: a disk that hangs must not keep the process from ending.
-        arguments = (step, packed, copied, self._released, self._given_up)
-        self._writer = threading.Thread(
-            target=self._write, args=arguments, name="shoal-checkpoint", daemon=True
-        )
-        self._writer.start()
+        self._current = current
+        current.start(partial(self._write, current, step, packed, copied))
         if not copied and not last:
-            is_free = self._released.wait(PATIENCE_S + self._size / SLOWEST_BYTES_PER_S)
-            if not is_free:
-                self._given_up.set()
+            current.wait_for_tensors(PATIENCE_S + self._size / SLOWEST_BYTES_PER_S)
+        return current
 
     def _pack(self) -> Packed:
         packed = pack(self._state())
         self._tried = True
         return packed
 
-    def _write(
-        self,
-        step: int,
-        packed: Packed,
-        copied: bool,
-        free: threading.Event,
-        given_up: threading.Event,
-    ) -> None:
+    def _write(self, current: BackgroundSave, step: int, packed: Packed, copied: bool) -> None:
+        """Write a save, in its own thread; again, with older checkpoints removed, if the disk is
+        full.
+        """
+
         def at(point: str) -> None:
             self._at(point)
             # What was written since may be of another step.
-            if point == "block" and given_up.is_set():
+            if point == "block" and current.is_given_up:
                 raise CheckpointError(
                     f"Cannot save a checkpoint to {str(self._folder)!r}: the disk is too slow or "
                     "hangs; choose another folder."
                 )
             if point == "tensors":
-                free.set()
+                current.release()
 
         write = partial(
             save, self._folder, step, packed, keep=self._keep, at=at, hash_later=not copied
         )
+        self._make_room(full=False)
         try:
-            self._make_room(full=False)
-            try:
-                write()
-            except CheckpointError as error:
-                full = isinstance(error.__cause__, OSError) and error.__cause__.errno in DISK_FULL
-                changed = free.is_set() and not copied  # by training, since they were written
-                if not full or changed or not self._make_room(full=True):
-                    raise
-                write()
-        # Whatever it is: a thread that ends without a word would look like a save that went well.
-        except Exception as error:
-            self._failure = _as_failure(error)
-        finally:
-            free.set()
+            write()
+        except CheckpointError as error:
+            full = isinstance(error.__cause__, OSError) and error.__cause__.errno in DISK_FULL
+            changed = current.is_released and not copied  # by training, since they were written
+            if not full or changed or not self._make_room(full=True):
+                raise
+            write()
 
     def _make_room(self, *, full: bool) -> bool:
         """Remove checkpoints, oldest first but never the last, until the next one fits, or all of
@@ -306,11 +283,10 @@ class CheckpointWriter:
 
     def _report(self, said: bool = False) -> None:
         """Report how the save that is over ended. ``said``: the caller says it if it failed."""
-        if self._writer is None and self._failure is None:
+        if self._current is None:
             return
-        failure = self._failure
-        self._writer = None
-        self._failure = None
+        failure = self._current.failure
+        self._current = None
         if failure is None and self._said.over("failed"):
             self._notify("Checkpoints can be saved again.")
         elif failure is not None and self._said.due("failed") and not said:
@@ -322,36 +298,3 @@ class CheckpointWriter:
 
 def _nbytes(packed: Packed) -> int:
     return sum(tensor.nbytes for tensor in packed.tensors.values())
-
-
-def _as_failure(error: Exception) -> CheckpointError:
-    """Return the error as CheckpointError.
-
-    What is not known here is caused by the task: a type that no file holds.
-    """
-    if isinstance(error, CheckpointError):
-        return error
-    if out_of_memory(error):
-        return CheckpointError(
-            "There is no memory for the copy that a checkpoint is written from: train a smaller "
-            "model, or save at the end only (node.checkpoint_every_rounds = 0)."
-        )
-    if device_failed(error):
-        said = next(iter(str(error).splitlines()), "")[:200]
-        return CheckpointError(
-            f"Cannot save a checkpoint, for the device has failed ({said}): go on from the last "
-            "one with --resume."
-        )
-    if isinstance(error, UnpackableError):
-        known = [HOLDERS[key] for key in error.place if key in HOLDERS]
-        holder = known[0] if known else "the state"
-        where = "".join(f"[{key!r:.40}]" for key in error.place)
-        kept = f"{type(error.value).__name__}{error.why} ({shown(error.value)})"
-        return CheckpointError(
-            f"Cannot save a checkpoint: {holder} keeps a {kept} at {where}, and a checkpoint holds "
-            f"{ABLE}: keep one of them in its place."
-        )
-    return CheckpointError(
-        f"Cannot save a checkpoint ({type(error).__name__}: {error}): change what the task's "
-        "optimizer keeps."
-    )
