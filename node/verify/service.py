@@ -16,8 +16,6 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from shoal.node.config.settings import Settings
 from shoal.node.verify.auditor import MINUTE_S, Auditor, Budget
 from shoal.node.verify.claimer import Made
@@ -28,8 +26,8 @@ from shoal.node.verify.finding import Finding
 from shoal.node.verify.history import History
 from shoal.node.verify.peers import rules_of
 from shoal.node.verify.record_exchange import RecordExchange
+from shoal.node.verify.service_thread import JOIN_S, ServiceThread
 from shoal.node.verify.swarm_network import SwarmNetwork
-from shoal.optim.device import device_setter
 from shoal.verification.consensus.participant import Participant
 from shoal.verification.consensus.records import Claim, Refused
 from shoal.verification.consensus.reputation import ScoreRules, Table
@@ -41,9 +39,6 @@ CHECKING_SHARE = 0.1
 """Of a node's time, at least, that checking others' claims may take; half of the swarm's audit rate
 if that is more.
 """
-STEP_EVERY_S = 0.1
-JOIN_S = 10.0
-"""To wait for the thread's end."""
 FETCHES_PER_ROUND = 20
 """Of a round's time, what fetching the body of a claim may take is one part in so many."""
 UPLINK_MBIT = 10
@@ -100,16 +95,13 @@ class Verification:
             self._participant, network, self._lock, self._counts, clock=clock, timer=timer
         )
         self._reported = self._participant.table
-        self._stop = threading.Event()
-        self._thread = threading.Thread(
-            target=self._run, args=(device_setter(),), name="verification", daemon=True
-        )
+        self._thread = ServiceThread()
         network.open(self._records.receive, self._records.log_since, self.is_banned)
 
     # -- for other threads -------------------------------------------------------------------------
 
     def start(self) -> None:
-        self._thread.start()
+        self._thread.start(self.prepare, self.step, self._failed)
 
     @property
     def table(self) -> Table:
@@ -150,9 +142,7 @@ class Verification:
         }
 
     def close(self) -> None:
-        self._stop.set()
-        if self._thread.ident is not None:
-            self._thread.join(JOIN_S)
+        self._thread.stop()
         if self._lock.acquire(timeout=JOIN_S):
             self._participant.member.reveal()
             self._left = True
@@ -161,19 +151,11 @@ class Verification:
 
     # -- its own thread ----------------------------------------------------------------------------
 
-    def _run(self, use_device: Callable[[], None]) -> None:
-        torch.set_num_threads(1)
-        use_device()
-        try:
-            self.prepare()
-            while not self._stop.wait(STEP_EVERY_S):
-                self.step()
-        # Training must go on whatever happens here.
-        except Exception as error:
-            first = self._network.internal_errors.caught("verification", error)
-            self._feed.notify(
-                f"verification has ended ({first}): start the node again to take part in it"
-            )
+    def _failed(self, error: Exception) -> None:
+        first = self._network.internal_errors.caught("verification", error)
+        self._feed.notify(
+            f"verification has ended ({first}): start the node again to take part in it"
+        )
 
     def prepare(self) -> None:
         """Do the slow preparation, once before the first `step`: calibrate on honest claims."""
@@ -216,7 +198,7 @@ class Verification:
             self._kind.claimer.offer(participant.slots())
             if participant.table is not self._reported:
                 self._settle(participant.table)
-        self._records.pull(self._stop)
+        self._records.pull(self._thread.stopping)
 
     def _settle(self, table: Table) -> None:
         """Report what a new ``table`` settles."""
@@ -243,7 +225,7 @@ class Verification:
         self._keep(made.claim, made.material, made.snapshot)
 
     def _check(self, claim: Claim) -> Checked | None:
-        if self._auditor is None or self._stop.is_set():
+        if self._auditor is None or self._thread.stopping.is_set():
             return None
         self._lock.release()
         try:
