@@ -11,6 +11,7 @@ import torch
 
 from shoal.node.parallel.layouts import RanksLayout, check_one_form
 from shoal.node.task import Shard, Task
+from shoal.node.training.final_average import FinalAverage
 from shoal.node.training.trainer import Trainer
 from shoal.optim import Alone, Exchange, OuterOptimizer, RoundInfo
 from shoal.optim.ranks.orders import Channel, LeadOptimizer, obey
@@ -45,11 +46,14 @@ class RankTrainer(Trainer):
         super().__init__(task, outer, train, layout=layout, on_round=self._end_round, **options)
         self._ranks = layout
         self._real: Exchange = Alone()
-        if layout.rank == 0:
-            self.whole = cast(OuterOptimizer, LeadOptimizer(self.opt, channel))
-        else:
+        self._lead = cast(OuterOptimizer, LeadOptimizer(self.opt, channel))
+        if layout.rank != 0:
             # All have made the same model; what is drawn from now on, such as dropout, differs.
             torch.manual_seed(train.seed + SEED_STEP * layout.rank)
+
+    @property
+    def whole(self) -> OuterOptimizer:
+        return self._lead if self.layout.rank == 0 else self.opt
 
     def _order(self, name: str, **fields: Any) -> None:
         if self.layout.rank == 0:
@@ -92,10 +96,9 @@ class RankTrainer(Trainer):
     def end_with(self, last: LastAverage | None) -> None:
         """Set the exchange of the last average, which rank 0 has."""
         self._order("end_with")
-        super().end_with(last)
         shared = self._ranks.group.exchange(Alone() if last is None else last)
         shared.attach(self.opt)
-        self._last = shared
+        self.final = FinalAverage(shared, last)
 
     def _waited(self) -> float:
         return float(getattr(self._real, "waited", 0.0))

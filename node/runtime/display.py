@@ -23,7 +23,7 @@ from shoal.swarm.figures import amount, duration
 from shoal.swarm.internal_errors import OWN_ERROR
 
 if TYPE_CHECKING:
-    from shoal.node.training.trainer import Progress
+    from shoal.node.training.meter import Progress
 
 log = logging.getLogger(__name__)
 

@@ -214,7 +214,8 @@ def try_partners(trainer: Trainer, screen: DistanceScreen, log: Callable[[str], 
         return
     other = Shard(shard.index, shard.of, shard.seed + OTHER_SEED)
     batches = (
-        to_device(batch, trainer.device) for batch in iterator_of(task.batches(other), other)
+        to_device(batch, trainer.inner_step.device)
+        for batch in iterator_of(task.batches(other), other)
     )
     screen.loss_check = LossCheck(
         LossTrial(

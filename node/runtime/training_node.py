@@ -41,7 +41,8 @@ from shoal.node.runtime.run_options import LOG, RunOptions, network
 from shoal.node.runtime.task_setup import RL, check_size, continued, enter, make_task, own_steps
 from shoal.node.task import Shard, Task
 from shoal.node.training import resources
-from shoal.node.training.trainer import Progress, Trainer
+from shoal.node.training.meter import Progress
+from shoal.node.training.trainer import Trainer
 from shoal.node.user_code import out_of_memory
 from shoal.node.verify.start import start_verification
 from shoal.node.verify.terms import make_terms
@@ -115,7 +116,7 @@ def train_alone(settings: Settings, trainer: Trainer, stop: Callable[[], bool]) 
         trainer.outer,
         settings.train,
         own=settings.train,
-        device=trainer.device,
+        device=trainer.inner_step.device,
     )
     alone.connect(Alone(), "alone", trainer.shard)
     try:
@@ -516,8 +517,7 @@ class TrainingNode:
             said += f"; this node keeps its own --steps {own}"
         self.display.message(said)
         self.display.resize(steps)
-        if self.trainer.last is not None:
-            self.trainer.last.ends_at(steps or None)
+        self.trainer.final.ends_at(steps or None)
         self.metrics.write("change", round=round, **news)
 
     # -- running -----------------------------------------------------------------------------------
@@ -568,7 +568,7 @@ class TrainingNode:
                 self._save_whole_step()
             raise
         finally:
-            self.member.leave(self._loss, self._rates, trainer.ended)
+            self.member.leave(self._loss, self._rates, trainer.final.report)
         self._conclude(result)
         self.metrics.write("end", **result.model_dump(mode="json"))
         save(result, self.folder, self.display.message)
@@ -592,9 +592,9 @@ class TrainingNode:
         trainer = self.trainer
         records = self.member.records
         result.interrupted = self.shutdown.requested
-        records.rates = trainer.throughput.mean()
+        records.rates = trainer.meter.throughput.mean()
         if result.wall_s:
-            result.tokens_per_s_with_waiting = trainer.throughput.tokens / result.wall_s
+            result.tokens_per_s_with_waiting = trainer.meter.throughput.tokens / result.wall_s
         result.refused = self.membership.refused()
         self._tell_news()
         result.internal_errors = self.membership.host.internal_errors.report()
@@ -628,14 +628,13 @@ class TrainingNode:
 
     def _hurry(self, seconds: float) -> None:
         self.member.exchange.hurry(seconds)
-        if self.trainer.last is not None:
-            self.trainer.last.hurry(seconds)
+        self.trainer.final.hurry(seconds)
 
     def _tell_end(self) -> None:
         """Say what the last average came to, where the swarm ends with one, and keep it for the
         result.
         """
-        report = self.trainer.ended
+        report = self.trainer.final.report
         if report is None:
             return
         self.display.message(report.said())

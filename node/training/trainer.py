@@ -12,7 +12,6 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,60 +27,26 @@ from shoal.node.inner_tensors import (
 from shoal.node.task import Shard, Task, tokens_in
 from shoal.node.training.batch_feed import BatchFeed
 from shoal.node.training.device_plan import DevicePlan
+from shoal.node.training.final_average import FinalAverage
 from shoal.node.training.inner_optimizer import make_inner
 from shoal.node.training.inner_step import InnerStep
 from shoal.node.training.layout import Layout
+from shoal.node.training.meter import Meter, Progress
 from shoal.node.training.model_form import check_can_resume, check_values, first_difference, forms
 from shoal.node.training.random_state import random_state, restore_random_state
 from shoal.node.training.recompute import recompute
 from shoal.node.training.schedule import Schedule
 from shoal.node.training.throughput import Throughput
 from shoal.node.training.training_error import TrainingError
-from shoal.optim import Alone, Exchange, RoundInfo
+from shoal.optim import Alone, Exchange, OuterOptimizer, RoundInfo
 from shoal.optim.parameters import AveragedParameters
 from shoal.swarm.settings.outer import OuterSettings
 from shoal.swarm.settings.training import TrainSettings
 from shoal.swarm.training.factories import make_outer
-from shoal.swarm.training.last_average import EndReport, LastAverage, average_at_end
+from shoal.swarm.training.last_average import LastAverage
 from shoal.swarm.training.round_steps import round_length
-from shoal.swarm.training.step_rate import Rates
 
 log = logging.getLogger(__name__)
-
-REPORT_S = 0.5
-"""Between two reports of progress."""
-
-
-@dataclass(frozen=True)
-class Progress:
-    """The progress of training."""
-
-    step: int
-    loss: float
-    """Mean training loss since the last report, nats."""
-    rates: Rates
-    """Over the last reports."""
-
-
-class _MeanLoss:
-    """A running mean that stays on the device until it is read: each reading makes a GPU wait."""
-
-    def __init__(self) -> None:
-        self._sum: torch.Tensor | float = 0.0
-        self._count = 0
-
-    def add(self, loss: torch.Tensor) -> None:
-        self._sum = self._sum + loss.detach()
-        self._count += 1
-
-    def take(self) -> float | None:
-        """Return the mean since the last call, and begin anew; None without a loss."""
-        if not self._count:
-            return None
-        mean = float(self._sum) / self._count
-        self._sum = 0.0
-        self._count = 0
-        return mean
 
 
 class Trainer:
@@ -124,14 +89,14 @@ class Trainer:
         self.task = task
         self.outer = outer
         self.train = train
-        self.device = device or torch.device("cpu")
+        device = device or torch.device("cpu")
         self.layout = layout or Layout()
         torch.manual_seed(train.seed)  # all peers begin with the same weights
         self.model = task.model()
         check_values(self.model)
         if own is not None and own.recompute:
             recompute(self.model)
-        wrapped = self.layout.wrap(self.model, self.device)
+        wrapped = self.layout.wrap(self.model, device)
         self.params = AveragedParameters.of(self.model)
         self._made = forms(self.model.state_dict())
         """Form of the model's state before its first step, which is what a resumed run loads into.
@@ -139,13 +104,13 @@ class Trainer:
         on_model(self.params)
         inner = make_inner(task, train, self.model)
         is_one_process = self.layout.ranks == 1
-        on_cpu = self.device.type == "cpu"
+        on_cpu = device.type == "cpu"
         self.plan: DevicePlan | None = None
         """What this process takes of its device, until it has been compared."""
         if not on_cpu:
             self.plan = DevicePlan(
                 self.model,
-                self.device,
+                device,
                 inner,
                 method=outer.method,
                 slow_there=slow_on_device,
@@ -157,7 +122,7 @@ class Trainer:
             task,
             wrapped,
             self.params,
-            self.device,
+            device,
             clip=train.clip,
             own=own or OwnTraining(),
             layout=self.layout,
@@ -165,7 +130,7 @@ class Trainer:
         )
         place: torch.device | Path = offload or torch.device("cpu")
         if slow_on_device:
-            place = self.device
+            place = device
         self.opt = make_outer(
             outer,
             inner,
@@ -179,33 +144,29 @@ class Trainer:
         # Before the outer step: its exchange takes the memory of as many gradients as there are
         # partners.
         self.opt.inner.register_step_post_hook(lambda inner, *_: inner.zero_grad())
-        self.whole = self.opt
-        """The outer optimizer as one process has it, whatever the layout: for rank 0, between two
-        steps and in ``on_round``.
-        """
         if schedule_steps is None:
             schedule_steps = train.steps
         self.schedule = Schedule(task, train, self.opt, schedule_steps)
-        self.throughput = Throughput(self.device, self.inner_step.dtype)
+        self.meter = Meter(Throughput(device, self.inner_step.dtype))
         self.stepping = False
         """True while the weights are being stepped, and after that has failed: they are those of no
         whole step then.
         """
-        self.last: LastAverage | None = None
-        """The exchange of the last average; of a node of several processes rank 0 has it."""
-        self._last: Exchange | None = None
-        self.ended: EndReport | None = None
-        """What the last average came to, once there was one."""
-        self._feed = BatchFeed(task, self.device, self.inner_step.own.workers)
-        self._recent = _MeanLoss()
-        self._of_round = _MeanLoss()
+        self.final = FinalAverage()
+        self._feed = BatchFeed(task, device, self.inner_step.own.workers)
+
+    @property
+    def whole(self) -> OuterOptimizer:
+        """The outer optimizer as one process has it, whatever the layout: for rank 0, between two
+        steps and in ``on_round``.
+        """
+        return self.opt
 
     def end_with(self, last: LastAverage | None) -> None:
         """Set the exchange of the last average; None: of another rank of this node, which rank 0
         has.
         """
-        self.last = last
-        self._last = Alone() if last is None else last
+        self.final = FinalAverage(Alone() if last is None else last, last)
 
     def connect(self, exchange: Exchange, run: str, shard: Shard) -> None:
         """Set the exchange (the method ``none`` uses none), the run's id and the part of the
@@ -264,28 +225,15 @@ class Trainer:
         Raises TrainingError: the batches ended, or the loss is not a finite scalar any more.
         """
         began = time.monotonic()
-        reported = began
-        idle = self._waited()
-        loss = 0.0
+        self.meter.restart(self._waited())
         while not stop() and (self.train.steps == 0 or self.opt.steps < self.train.steps):
             self.step()
-            now = time.monotonic()
-            if now - reported >= REPORT_S:
-                recent = self._recent.take()  # a GPU has caught up then
-                if recent is not None:  # else all steps were skipped (float16)
-                    loss = self._finite(recent)
-                rates = self.throughput.report(
-                    time.monotonic() - reported - (self._waited() - idle)
-                )
-                on_progress(Progress(self.opt.steps, loss, rates))
-                reported = time.monotonic()
-                idle = self._waited()
-            before = time.monotonic()
-            after_step()
-            # Saving and evaluating do not count as inner steps.
-            reported += time.monotonic() - before
-        self._recent.take()  # waits for a GPU
-        self.throughput.report(time.monotonic() - reported - (self._waited() - idle))
+            if self.meter.is_due():
+                on_progress(self.meter.report(self.opt.steps, self._waited()))
+                self.meter.restart(self._waited())
+            with self.meter.paused():
+                after_step()
+        self.meter.end(self._waited())
         if not stop():
             self.finish()
         return time.monotonic() - began
@@ -294,27 +242,24 @@ class Trainer:
         """Take what the exchanges in flight bring, and the mean at the end if the swarm wants
         one.
         """
-        if self._last is None:
+        if self.final.exchange is None:
             self.opt.finish(average=self.outer.finish == "average" and not self.outer.alone)
             return
         checked = self.outer.check_loss and self.layout.ranks == 1
-        self.ended = average_at_end(
-            self.opt, self.last, self._last, self._held_out_loss, checked=checked
-        )
+        self.final.run(self.opt, self._held_out_loss, checked=checked)
 
     def step(self) -> None:
         """Take one inner step, and the outer step if it is due."""
         batch = self._feed.next(self.opt.steps)
-        with self.throughput.step():
+        with self.meter.throughput.step():
             gradients = self.inner_step.gradients(batch)
         loss = self.layout.mean(gradients)
         tokens = tokens_in(self.task, batch)
         self.opt.count(tokens)
-        self.throughput.stepped(tokens)
+        self.meter.throughput.stepped(tokens)
         self.stepping = True
         if self.inner_step.step(self.opt, self.opt.inner):
-            self._recent.add(loss)
-            self._of_round.add(loss)
+            self.meter.add(loss)
         self.schedule.step()
         self.opt.zero_grad()
         self.stepping = False
@@ -325,28 +270,14 @@ class Trainer:
 
         TrainingError if it is not finite.
         """
-        loss = self._of_round.take()
-        return None if loss is None else self._finite(loss)
-
-    def _finite(self, loss: float) -> float:
-        if not math.isfinite(loss):
-            remedy = "lower the task's learning rate"
-            if math.isnan(loss):
-                remedy += (
-                    ", or have loss() return 0 for a batch in which every label is masked, "
-                    "whose mean is nan"
-                )
-            raise TrainingError(
-                f"The training loss became {loss} by step {self.opt.steps}: {remedy}."
-            )
-        return loss
+        return self.meter.round_loss(self.opt.steps)
 
     def state(self) -> dict[str, Any]:
         """Return everything that ``resume`` needs to continue bit by bit.
 
         Training goes on changing its tensors: copy them.
         """
-        random, *others = self.layout.gathered(random_state(self.device))
+        random, *others = self.layout.gathered(random_state(self.inner_step.device))
         return {
             "model": self.layout.whole_model(self.model),
             "optimizer": self.layout.whole_outer(self.opt),
@@ -411,9 +342,9 @@ class Trainer:
         rank = self.layout.rank
         others = state.get("ranks", ())
         if rank == 0:
-            restore_random_state(state, self.device)
+            restore_random_state(state, self.inner_step.device)
         elif len(others) == self.layout.ranks - 1:
-            restore_random_state(others[rank - 1], self.device)
+            restore_random_state(others[rank - 1], self.inner_step.device)
 
     def _with_classes(self, outer: dict[str, Any]) -> dict[str, Any]:
         """Return the outer state with tensors of the classes that this run's inner optimizer makes.

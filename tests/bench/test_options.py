@@ -32,7 +32,7 @@ from bench.buckets import main as buckets_main
 from bench.buckets import markdown
 from bench.eclipse import main as eclipse_main
 from bench.light import INSIDE, main
-from shoal.node.training import trainer
+from shoal.node.training import meter
 
 REFUSED = {
     eclipse: ["--hostile 1", "--captured 2", "--peers 5", "--entries 0"],
@@ -311,11 +311,11 @@ def test_an_inner_step_waits_no_more_than_plain_pytorch(tmp_path):
 def test_wait_in_a_step_is_counted_with_its_line(tmp_path, monkeypatch):
     """A wait in a step would be counted with its line."""
     monkeypatch.setattr(
-        trainer._MeanLoss, "add", lambda self, loss: setattr(self, "_sum", float(loss))
+        meter._MeanLoss, "add", lambda self, loss: setattr(self, "_sum", float(loss))
     )
     found = waits.measure(waits.task_of(20_000, tmp_path), CUDA, slow_on_device=False)
     assert sum(found["inner"].values()) == 2
-    assert all("| item | " in what and "training/trainer.py:" in what for what in found["inner"])
+    assert all("| item | " in what and "training/meter.py:" in what for what in found["inner"])
 
 
 def test_without_the_stand_in_it_says_so(monkeypatch):

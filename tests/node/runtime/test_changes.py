@@ -11,6 +11,7 @@ from shoal.node.runtime.join import for_new_swarm, new_manifest
 from shoal.node.runtime.resume import SavedRun
 from shoal.node.runtime.task_setup import continued, own_steps
 from shoal.node.runtime.training_node import TrainingNode
+from shoal.node.training.final_average import FinalAverage
 from shoal.swarm.changes import Change, ChangePart, settings_at
 from shoal.swarm.identity import Identity
 from shoal.swarm.manifest import open_manifest, swarm_id
@@ -43,7 +44,9 @@ class Followed:
         node.options = SimpleNamespace(settings=load(None, own))
         node.settings = load(None, {**SWARMS, **own})
         node.membership = SimpleNamespace(changes=changes, manifest=manifest)
-        node.trainer = SimpleNamespace(change=lambda **given: self.taken.append(given), last=None)
+        node.trainer = SimpleNamespace(
+            change=lambda **given: self.taken.append(given), final=FinalAverage()
+        )
         node.display = SimpleNamespace(message=self.said.append, resize=self.ends.append)
         node.metrics = SimpleNamespace(
             write=lambda event, **given: self.written.append((event, given))

@@ -22,7 +22,7 @@ from shoal.node.runtime.display import (
     make_display,
 )
 from shoal.node.runtime.result import Result, Setup, summary
-from shoal.node.training.trainer import Progress
+from shoal.node.training.meter import Progress
 from shoal.swarm.training.step_rate import Rates
 from shoal.swarm.wire import record
 

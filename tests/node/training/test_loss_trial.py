@@ -210,9 +210,8 @@ def test_trial_needs_a_request_and_the_means(asked, draws, ranks, tries, said):
         layout=SimpleNamespace(ranks=ranks),
         model=model,
         whole=around(model),
-        device=torch.device("cpu"),
         shard=SHARD,
-        inner_step=SimpleNamespace(autocast=nullcontext),
+        inner_step=SimpleNamespace(autocast=nullcontext, device=torch.device("cpu")),
     )
     try_partners(trainer, screen, lines.append)
     assert (screen.loss_check is not None, len(lines)) == (tries, said)

@@ -352,7 +352,7 @@ def trained(steps=3, peak=None, **own):
         own=OwnTraining(**own),
     )
     if peak is not None:
-        made.throughput = Throughput(CPU, torch.float32, lambda device, dtype: peak)
+        made.meter.throughput = Throughput(CPU, torch.float32, lambda device, dtype: peak)
     made.connect(Alone(), "run", Shard(0, 1, 1))
     made.run()
     return made
@@ -391,14 +391,14 @@ def test_flops_are_counted_in_the_first_step():
     once, recomputed, parts = (
         trained(peak=1e9, **own) for own in ({}, {"recompute": True}, {"accumulate": 2})
     )
-    found = once.throughput._flops_per_token
+    found = once.meter.throughput._flops_per_token
     # Two layers of 12 C^2, and the head. Torch's counter knows the attention of GPUs, and not that
     # of the CPU.
     assert found == 6 * (2 * 12 * 16**2 + 16 * 256)
-    assert recomputed.throughput._flops_per_token == found
-    assert parts.throughput._flops_per_token == found
-    rates = once.throughput.mean()
-    assert once.throughput.tokens == 3 * 4 * 8
+    assert recomputed.meter.throughput._flops_per_token == found
+    assert parts.meter.throughput._flops_per_token == found
+    rates = once.meter.throughput.mean()
+    assert once.meter.throughput.tokens == 3 * 4 * 8
     assert rates.mfu == found * rates.tokens_per_s / 1e9 > 0
 
 
@@ -408,7 +408,7 @@ def test_counting_changes_no_bit():
         torch.equal(a, b)
         for a, b in zip(one.model.parameters(), other.model.parameters(), strict=True)
     )
-    assert other.throughput.mean().mfu is None
+    assert other.meter.throughput.mean().mfu is None
 
 
 def test_rates_leave_out_what_is_left_out_of_the_seconds():

@@ -9,6 +9,7 @@ import torch
 
 from shoal.node.checkpoint import store as checkpoint
 from shoal.node.task import Shard, tokens_in
+from shoal.node.training import meter as meter_module
 from shoal.node.training import trainer as trainer_module
 from shoal.node.training.trainer import Trainer
 from shoal.optim import Alone, RoundInfo, Simulation, by_rate, by_tokens, equal
@@ -178,9 +179,9 @@ def test_a_run_of_tokens_resumes_bit_by_bit(tmp_path):
 def test_speed_leaves_out_waiting(monkeypatch):
     """The reported speed counts neither waiting nor what is done between steps."""
     now = [0.0]
-    monkeypatch.setattr(
-        trainer_module, "time", types.SimpleNamespace(monotonic=lambda: now[0], time=lambda: now[0])
-    )
+    clock = types.SimpleNamespace(monotonic=lambda: now[0], time=lambda: now[0])
+    monkeypatch.setattr(trainer_module, "time", clock)
+    monkeypatch.setattr(meter_module, "time", clock)
 
     def compute():
         now[0] += 0.25
