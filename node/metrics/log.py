@@ -219,6 +219,11 @@ class Metrics:
             "choose another folder."
         )
 
+    def begin(self, about: About) -> None:
+        """Tell the sinks what run this is, before the first event."""
+        if self._sinks is not None:
+            self._sinks.begin(about)
+
     def write(self, event: str, **fields: Value) -> None:
         """Append one line: ``event``, ``time`` (Unix seconds) and the fields."""
         now = time.time()

@@ -71,7 +71,8 @@ class NodeRun(RunOptions):
                         )
                 from shoal.node.runtime.training_node import TrainingNode
 
-                return TrainingNode(self, identity, saved, sinks, metrics, activity).run(membership)
+                training = TrainingNode(self, saved, metrics, activity)
+                return training.run(membership, identity)
 
     def _prepare(self) -> None:
         """Import what trains, and set torch's threads.

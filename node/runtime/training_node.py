@@ -10,7 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext, suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -18,12 +18,13 @@ from shoal.node.checkpoint.folder import CheckpointError
 from shoal.node.checkpoint.writer import CheckpointWriter
 from shoal.node.config.device import make_current, resolve_device
 from shoal.node.config.settings import Settings
-from shoal.node.metrics.log import Metrics, RoundRecord, Sinks
+from shoal.node.metrics.log import Metrics, RoundRecord
 from shoal.node.metrics.sinks import about
 from shoal.node.plan.rows import ModelTensors, memory_of, work_of
 from shoal.node.plan.run_cost import StartEstimate
 from shoal.node.runtime import resume
 from shoal.node.runtime.display import Activity
+from shoal.node.runtime.fault_news import FaultNews
 from shoal.node.runtime.join import (
     LinkFile,
     await_others,
@@ -155,6 +156,25 @@ CHANGE_S = 5.0  # seconds to fetch a change of the swarm's settings before the f
 HURRY_S = 3.0  # seconds that a round in flight may still take once the node is asked to stop
 
 
+@dataclass(frozen=True)
+class Arrival:
+    """How a node came into its swarm."""
+
+    seen: set[str] | None
+    """The members when it chose its shard; None: it did not choose."""
+    newcomer: bool
+    """It begins with the weights of a swarm that is under way."""
+
+
+@dataclass(frozen=True)
+class Standing:
+    """The loss and the speed that a node last had, for the other members."""
+
+    loss: float | None = None
+    """The training loss, before the first report the held-out one, nats."""
+    rates: Rates = field(default_factory=Rates)
+
+
 class TrainingNode:
     """A node that has its folder, key and metrics: the rest of its life.
 
@@ -169,84 +189,70 @@ class TrainingNode:
     verification: Verification | None
     """Present where nodes verify each other."""
     result: Result
-    status: StatusReporter
 
     def __init__(
         self,
         options: RunOptions,
-        identity: Identity,
         saved: SavedRun | None,
-        sinks: Sinks,
         metrics: Metrics,
         activity: Activity,
     ) -> None:
         self.options = options
         self.display = options.display
-        self.shutdown = options.shutdown
-        self.ranks = options.ranks
         self.settings = options.settings
         """The user's; once there is a trainer, with the swarm's in place of the outer, train and
         task settings.
         """
-        self.folder = options.folder
         node = self.settings.node
-        copies = resources.room_for_copy(self.settings.node.ram)
-        notify = self.display.message
-        budget = node.disk
         self.saver = CheckpointWriter(
-            self.folder,
+            options.folder,
             keep=KEEP,
             state=self._state,
-            notify=notify,
-            gigabytes=budget,
-            copies=copies,
+            notify=self.display.message,
+            gigabytes=node.disk,
+            copies=resources.room_for_copy(node.ram),
             check=lambda: self.trainer.check_can_resume(),
         )
-        self._identity = identity
         self._saved = saved
-        self._sinks = sinks
         self.metrics = metrics
         self._activity = activity
-        self._rates = Rates()
-        self._loss: float | None = None
-        # The members when this node chose its shard; None: it did not choose.
-        self._seen: set[str] | None = None
-        self._newcomer = False  # begins with the weights of a swarm that is under way
-        self._refused: dict[str, int] = {}
-        self._own_errors: dict[str, int] = {}
-        self._loss_at_end: float | None = None  # of the model that the last average left
-        # Until it is passed; pages of files would count too.
-        self._bound = 0.0 if node.slow_folder else node.ram
+        self._standing = Standing()
+        memory_bound_gb = node.ram
+        if node.slow_folder:
+            memory_bound_gb = 0.0  # pages of files would count too
+        self._faults = FaultNews(metrics, self.display.message, memory_bound_gb)
 
     # -- building ----------------------------------------------------------------------------------
 
-    def run(self, membership: Membership | None) -> Result:
-        """Create a swarm, if this node has joined none; train and leave.
+    def run(self, membership: Membership | None, identity: Identity) -> Result:
+        """Create a swarm as ``identity``, if this node has joined none; train and leave.
 
         ShoalError for what the user can mend.
         """
-        self.device = (
-            resolve_device(self.settings.node.device) if self.ranks is None else self.ranks.device
-        )
+        ranks = self.options.ranks
+        if ranks is None:
+            self.device = resolve_device(self.settings.node.device)
+        else:
+            self.device = ranks.device
         make_current(self.device)
         joined = membership is not None
-        self.membership = self._create() if membership is None else membership
+        self.membership = self._create(identity) if membership is None else membership
         try:
-            self.membership.host.internal_errors.log_file = str(self.folder / LOG)
-            self._link_file = LinkFile(self.folder, self.membership)
+            self.membership.host.internal_errors.log_file = str(self.options.folder / LOG)
+            self._link_file = LinkFile(self.options.folder, self.membership)
             if joined:
                 self._enter(self.membership.manifest)
             with ExitStack() as closing:
-                self._build(closing)
+                arrival = self._build(closing)
                 closing.callback(self.display.close)
-                result = self._train()
-                if self.ranks is not None:
-                    self.ranks.end()
+                result = self._train(arrival)
+                if ranks is not None:
+                    ranks.end()
                 return result
         finally:
             self.membership.close()
 
-    def _create(self) -> Membership:
+    def _create(self, identity: Identity) -> Membership:
         saved = self._saved
         settings = self.settings
         if saved is not None and settings.node.resume:
@@ -272,8 +278,8 @@ class TrainingNode:
                 self.display.message(
                     f"the model has {fragments} layers, so a round has {fragments} fragments"
                 )
-            sealed = new_manifest(settings, self._identity, model, terms, agreed, fragments)
-        return create(self._identity, sealed, network(self.settings))
+            sealed = new_manifest(settings, identity, model, terms, agreed, fragments)
+        return create(identity, sealed, network(self.settings))
 
     def _enter(self, manifest: Manifest) -> None:
         with self._activity.doing("loading the model"):
@@ -291,16 +297,16 @@ class TrainingNode:
                 self.settings,
                 task,
                 self.device,
-                self.ranks,
+                self.options.ranks,
                 self.display.message,
                 self._on_round,
                 speeds,
                 swarm,
             )
 
-    def _build(self, closing: ExitStack) -> None:
+    def _build(self, closing: ExitStack) -> Arrival:
         """Find this node's place among the members, take over weights, and make the parts; nothing
-        is announced yet.
+        is announced yet. Return how it came.
 
         ``closing`` gets what ends each part that runs beside training, also if a later part cannot
         be made.
@@ -314,7 +320,7 @@ class TrainingNode:
         opt = trainer.whole
         name = settings.node.name
         task = trainer.task
-        self._sinks.begin(about(name, membership, self.device))
+        self.metrics.begin(about(name, membership, self.device))
         model = model_digest(trainer.params)
         own = self._own_run()
         traffic = host.traffic
@@ -323,7 +329,7 @@ class TrainingNode:
             state = self._swarm_state(
                 model, came_from_elsewhere=self._saved is not None and own is None
             )
-        shard = self._shard(own)  # now, for others that came meanwhile have theirs
+        shard, seen = self._shard(own)  # now, for others that came meanwhile have theirs
         screen = make_screen(outer)
         exchange = make_exchange(
             membership, outer, screen, opt, seed=settings.train.seed, model=model
@@ -346,7 +352,7 @@ class TrainingNode:
             trainer.end_with(self._last_average(model))
         try_partners(trainer, screen, log)
         closing.callback(trainer.close)
-        self._begin_from(state)
+        newcomer = self._begin_from(state)
         tensors = ModelTensors.of(trainer.params, trainer.model)
         setup = Setup(
             method=outer.method,
@@ -359,15 +365,17 @@ class TrainingNode:
         announce_publicly(
             membership, tensors, self.device.type, log, created=self.options.link is None
         )
-        self.member.reporter = self.status = StatusReporter(membership, name, folder=self.folder)
-        self._activity.on_change = self.status.doing
-        closing.callback(self.status.close)
+        reporter = StatusReporter(membership, name, folder=self.options.folder)
+        self.member.reporter = reporter
+        self._activity.on_change = reporter.doing
+        closing.callback(reporter.close)
+        return Arrival(seen, newcomer=newcomer)
 
     def _last_average(self, model: str) -> LastAverage:
         """Return the exchange of the last average, which answers others from now on."""
         fragments = self.trainer.whole.fragments
         last = LastAverage(self.membership, self.settings.outer, fragments, model)
-        last.announce = lambda: self.member.end(self._loss, self._rates)
+        last.announce = lambda: self.member.end(self._standing.loss, self._standing.rates)
         last.say = self.display.message
         last.waiting = self._waiting_at_end
         last.ends_at(self.settings.train.steps or None)
@@ -375,7 +383,7 @@ class TrainingNode:
 
     @contextlib.contextmanager
     def _waiting_at_end(self) -> Iterator[None]:
-        still = self.member.at_rest() if self.ranks is None else nullcontext()
+        still = self.member.at_rest() if self.options.ranks is None else nullcontext()
         with self._activity.doing("averaging with all members", bounded=True), still:
             yield
 
@@ -387,41 +395,41 @@ class TrainingNode:
             self.membership.directory.refresh(10.0)
         own = resume.own_run(self._saved, self.membership.swarm, self.settings.node)
         if self.options.link is not None and own is not None:
-            await_others(self.membership, self.display.message, lambda: self.shutdown.requested)
+            await_others(self.membership, self.display.message, self._stopping)
         if own is not None and own.change:
             self.membership.changes.take(own.change)
         self.membership.changes.fetch(CHANGE_S)
         return own
 
-    def _shard(self, own: SavedRun | None) -> Shard:
-        """Return the shard to train on.
+    def _shard(self, own: SavedRun | None) -> tuple[Shard, set[str] | None]:
+        """Return the shard to train on, and the members that were there if this node chose it.
 
         Others hear of it seconds later, when this node is announced.
         """
         directory = self.membership.directory
         asked = self.settings.node.shard
         if own is not None and asked is None:
-            return own.shard
+            return own.shard, None
         if self.options.link is not None:
             with suppress(NetworkError):  # it was read when this node came
                 directory.refresh(10.0)
         members = directory.members()
-        self._seen = set(members) if asked is None else None
-        return choose_shard(
+        shard = choose_shard(
             self.settings, self.membership.manifest, members, self.membership.host.peer_id
         )
+        return shard, set(members) if asked is None else None
 
-    def _settle(self) -> None:
+    def _settle(self, seen: set[str] | None) -> None:
         """Take another shard if a node that came at the same moment took this node's too, and goes
         first.
         """
         member = self.member
         directory = self.membership.directory
-        if self._seen is None:
+        if seen is None:
             return
         with suppress(NetworkError):
             directory.refresh(SETTLE_S)
-        shard = settled(directory.members(), member.shard, self.result.peer, self._seen)
+        shard = settled(directory.members(), member.shard, self.result.peer, seen)
         if shard != member.shard:
             self.display.message(
                 f"another node that came at the same moment has shard {member.shard}: this one "
@@ -454,7 +462,11 @@ class TrainingNode:
             )
         return state
 
-    def _begin_from(self, state: State | None) -> None:
+    def _begin_from(self, state: State | None) -> bool:
+        """Begin from the swarm's ``state`` or the checkpoint, whichever is newer.
+
+        Return whether this node begins with the weights of a swarm that is under way.
+        """
         saved = self._saved
         membership = self.membership
         trainer = self.trainer
@@ -471,7 +483,6 @@ class TrainingNode:
                 and not resume.is_newer(state, trainer.whole)
             ):
                 state = None
-        self._newcomer = saved is None and state is not None
         self.member.begin(state)
         self._follow_changes(trainer.whole.round // trainer.whole.fragments)
         if state is not None:
@@ -483,6 +494,7 @@ class TrainingNode:
             manifest = membership.manifest.model_copy(update={"train": self._swarm_train})
             if said := follow_schedule(trainer, self.settings, manifest, state.round, others, met):
                 self.display.message(said)
+        return saved is None and state is not None
 
     def _state(self) -> dict[str, Any]:
         return {
@@ -522,22 +534,25 @@ class TrainingNode:
 
     # -- running -----------------------------------------------------------------------------------
 
-    def _train(self) -> Result:
+    def _stopping(self) -> bool:
+        return self.options.shutdown.requested
+
+    def _train(self, arrival: Arrival) -> Result:
         result = self.result
         trainer = self.trainer
         if self.options.link is not None:
-            self.membership.check_alone(lambda: self.shutdown.requested)
-        self.shutdown.orderly(lambda: self._hurry(HURRY_S))
+            self.membership.check_alone(self._stopping)
+        self.options.shutdown.orderly(lambda: self._hurry(HURRY_S))
         self.member.announce("waiting")
         self.options.on_link(self.membership.link())
         self._link_file.refresh()
         self._wait_for_peers()
         # An evaluation takes as long as dozens of steps, and a newcomer's swarm is under way.
-        if not self._newcomer:
+        if not arrival.newcomer:
             first = self._evaluate()
-            self._loss = first
+            self._standing = Standing(first)
             self.member.records.lost(held_out_first=first, held_out=first)
-        self._settle()
+        self._settle(arrival.seen)
         self.member.start_counting()
         self.member.announce("training")
         result.take(self.member.record())
@@ -548,41 +563,40 @@ class TrainingNode:
         if self.verification is not None:
             compute_last()
         # What started several ranks starts them again if one dies, from here.
-        self.saver.due = self.ranks is not None
+        self.saver.due = self.options.ranks is not None
         try:
             with self._activity.doing("training"):
                 result.wall_s = trainer.run(
-                    stop=lambda: self.shutdown.requested,
+                    stop=self._stopping,
                     on_progress=self._on_progress,
                     after_step=self._after_step,
                 )
             self._tell_end()
-            if self.shutdown.requested:
+            if self._stopping():
                 self.display.message(
                     "stopping: this node leaves the swarm and saves; a second signal ends it at "
                     "once, unsaved"
                 )
         except Exception as error:
             # Other ranks may be in the middle of a step.
-            if out_of_memory(error) and not trainer.stepping and self.ranks is None:
+            if out_of_memory(error) and not trainer.stepping and self.options.ranks is None:
                 self._save_whole_step()
             raise
         finally:
-            self.member.leave(self._loss, self._rates, trainer.final.report)
+            self.member.leave(self._standing.loss, self._standing.rates, trainer.final.report)
         self._conclude(result)
         self.metrics.write("end", **result.model_dump(mode="json"))
-        save(result, self.folder, self.display.message)
+        save(result, self.options.folder, self.display.message)
         self.display.close()
-        for line in summary(result, self.folder, self._loss):
+        for line in summary(result, self.options.folder, self._standing.loss):
             self.display.message(line)
         return result
 
     def _wait_for_peers(self) -> None:
-        def stop() -> bool:
-            return self.shutdown.requested
-
         with self._activity.doing("waiting for peers", bounded=True, told=True):
-            for missing in until_started(self.membership, self.trainer.opt, WAITING_S, stop):
+            for missing in until_started(
+                self.membership, self.trainer.opt, WAITING_S, self._stopping
+            ):
                 self._link_file.refresh()
                 for line in filter(None, (self.membership.news(), waiting_for(missing))):
                     self.display.message(line)
@@ -591,7 +605,7 @@ class TrainingNode:
         """Save the end, evaluate it, and fill in ``result``."""
         trainer = self.trainer
         records = self.member.records
-        result.interrupted = self.shutdown.requested
+        result.interrupted = self._stopping()
         records.rates = trainer.meter.throughput.mean()
         if result.wall_s:
             result.tokens_per_s_with_waiting = trainer.meter.throughput.tokens / result.wall_s
@@ -606,13 +620,15 @@ class TrainingNode:
             self.display.message(result.not_saved)
         last = None
         if not result.interrupted:
-            last = self._evaluate() if self._loss_at_end is None else self._loss_at_end
+            last = trainer.final.loss()
+            if last is None:
+                last = self._evaluate()
             records.lost(held_out=last)
             if last is not None:
                 result.task = trainer.task.extra_results(last)
             if self.options.baseline:
                 self._compare()
-                result.interrupted = self.shutdown.requested
+                result.interrupted = self._stopping()
         result.take(self.member.record())
         if self.sharing is not None:
             result.rl = self.sharing.report(result.loss.held_out_first, last)
@@ -623,7 +639,7 @@ class TrainingNode:
         """Train the same once more without partners."""
         self.display.message("training the same once more without partners, to compare")
         with self._activity.doing("training alone, to compare"):
-            alone = train_alone(self.settings, self.trainer, lambda: self.shutdown.requested)
+            alone = train_alone(self.settings, self.trainer, self._stopping)
         self.member.records.lost(held_out_alone=alone)
 
     def _hurry(self, seconds: float) -> None:
@@ -640,10 +656,6 @@ class TrainingNode:
         self.display.message(report.said())
         self.result.last_average = asdict(report)
         self.metrics.write("last_average", **asdict(report))
-        if report.loss_after is not None and not report.refused:
-            self._loss_at_end = report.loss_after
-        elif report.loss_before is not None:
-            self._loss_at_end = report.loss_before
 
     def _save_whole_step(self) -> None:
         """Save the weights of the last step, which are whole though what came after it failed."""
@@ -656,7 +668,7 @@ class TrainingNode:
 
     def _evaluate(self) -> float | None:
         # Ranks that evaluate together have no time to hand out weights, of which each holds a part.
-        still = self.member.sync.at_rest() if self.ranks is None else nullcontext()
+        still = self.member.sync.at_rest() if self.options.ranks is None else nullcontext()
         with self._activity.doing("evaluating"), still:
             return self.trainer.evaluate()
 
@@ -666,8 +678,7 @@ class TrainingNode:
         return opt.steps, opt.round // opt.fragments
 
     def _on_progress(self, progress: Progress) -> None:
-        self._rates = progress.rates
-        self._loss = progress.loss
+        self._standing = Standing(progress.loss, progress.rates)
         self.display.update(progress)
         estimate = self._estimate.news(
             *self._done(),
@@ -677,7 +688,7 @@ class TrainingNode:
         if estimate:
             self.display.message(f"an estimate: at this speed {estimate}")
         self._tell_news()
-        self.member.announce("training", self._loss, self._rates)
+        self.member.announce("training", progress.loss, progress.rates)
         self._link_file.refresh()
         self.metrics.progress(self.member.record())
 
@@ -725,28 +736,19 @@ class TrainingNode:
         )
         self.metrics.round(record)
         self.metrics.progress(node)
-        if self._bound and (said := resources.beyond(self._bound)):
-            self.display.message(said)
-            self._bound = 0.0
+        self._faults.check_memory()
         # Where rollouts are shared, a round without a partner is usual.
         if self.sharing is None or partner is not None:
             self.display.round(record)
         if info.key.fragment >= opt.fragments - 1:
             self._round_over(node.exchanges.rounds)
-        refused = self.membership.refused()
-        if refused != self._refused:
-            self._refused = refused
-            self.metrics.write("refused", **refused)
-        own = self.membership.host.internal_errors.counts()
-        if own != self._own_errors:
-            self._own_errors = own
-            self.metrics.write("internal_errors", **own)
+        self._faults.write(self.membership)
         self._tell_news()
 
     def _round_over(self, rounds: int) -> None:
         """Do what is due after a whole round, the ``rounds``-th of this run."""
         if self.options.keep_rounds:
-            resume.keep(self.trainer.whole, self.folder, rounds)
+            resume.keep(self.trainer.whole, self.options.folder, rounds)
         every = self.settings.node.checkpoint_every_rounds
         self.saver.due |= every > 0 and rounds % every == 0
 
@@ -770,4 +772,5 @@ class TrainingNode:
             records.learnt(reward=fields["reward"], own=fields["own"], foreign=fields["foreign"])
         elif event == "verify":
             records.bans(fields["banned"])
-        self.status.event(event, **fields)
+        if self.member.reporter is not None:
+            self.member.reporter.event(event, **fields)

@@ -20,6 +20,14 @@ class FinalAverage:
     report: EndReport | None = None
     """What the average came to, once there was one."""
 
+    def loss(self) -> float | None:
+        """Return the held-out loss of the model that the average left, nats, if it is known."""
+        if self.report is None:
+            return None
+        if self.report.loss_after is not None and not self.report.refused:
+            return self.report.loss_after
+        return self.report.loss_before
+
     def ends_at(self, step: int | None) -> None:
         """Note the step after which this node's run ends; None: it has no end."""
         if self.last is not None:

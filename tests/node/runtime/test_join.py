@@ -303,7 +303,7 @@ def test_newcomer_picks_its_shard_after_the_weights(monkeypatch):
     node.options = SimpleNamespace(link=Link("a" * 52, (f"/ip4/1.1.1.1/tcp/1/p2p/{ME.peer_id}",)))
     node.settings, node.device, node.display = load(None, {}), None, SimpleNamespace(message=None)
     node._activity = SimpleNamespace(doing=lambda *_, **__: nullcontext(), progress=None)
-    node._saved, node._sinks = None, SimpleNamespace(begin=lambda about: None)
+    node._saved, node.metrics = None, SimpleNamespace(begin=lambda about: None)
     node._swarm_state, node._own_run = download, lambda: None
     directory = SimpleNamespace(refresh=lambda seconds: None, members=lambda: dict(view))
     node.membership = SimpleNamespace(
@@ -412,7 +412,7 @@ def test_simultaneous_joiners_settle_their_shards(theirs, expected):
     """Before its first step a node settles its shard with those that came at the same moment."""
     other, view, said, connected = f"{theirs}ther", {}, [], []
     node = TrainingNode.__new__(TrainingNode)
-    node.display, node._seen = SimpleNamespace(message=said.append), set()
+    node.display = SimpleNamespace(message=said.append)
 
     def refresh(seconds):
         view[other] = SimpleNamespace(peer=other, shard=0, shards=2, state="waiting")
@@ -426,7 +426,7 @@ def test_simultaneous_joiners_settle_their_shards(theirs, expected):
     node.member = SimpleNamespace(shard=Shard(0, 2, 5), exchange="its")
     setup = Setup(method="noloco", device="cpu", shard="0/2", params=1)
     node.result = SimpleNamespace(peer="me", setup=setup)
-    node._settle()
+    node._settle(set())
     assert (node.member.shard, node.result.setup.shard) == (expected, f"{expected.index}/2")
     moved = expected.index == 1
     assert connected == [("its", "a" * 52, expected)] * moved
