@@ -103,7 +103,7 @@ def test_four_processes_end_with_the_bits_of_the_simulation(shoal):
         (r["exchanges"]["with_partner"], r["exchanges"]["without_partner"]) for r in results
     ] == [(rounds, 0)] * PEERS
     sent, received = (
-        sum(result[way] for result in results) for way in ("bytes_sent", "bytes_received")
+        sum(result["link"][way] for result in results) for way in ("bytes_sent", "bytes_received")
     )
     assert (
         0 < sent == pytest.approx(received, rel=0.01)

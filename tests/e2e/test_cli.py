@@ -231,8 +231,9 @@ def test_ctrl_c_saves_and_the_node_resumes(shoal, eventually):
         node.said()
     )  # what else was said last, if it ever is not
     assert end.startswith(
-        f"stopped after {first['steps']} steps and {first['rounds']} rounds, 0 of {first['tried']} "
-        "exchanges with others: "
+        f"stopped after {first['progress']['step']} steps and "
+        f"{first['exchanges']['rounds']} rounds, 0 of {first['exchanges']['ended']} exchanges with "
+        "others: "
     )
     assert overlapped.startswith("training went on for ")
     assert "tokens/s in inner steps" in speed
@@ -241,7 +242,7 @@ def test_ctrl_c_saves_and_the_node_resumes(shoal, eventually):
     )
     assert shoal.left() == []
     (saved,) = (shoal.home / "n").glob("step-*")
-    assert saved.name == f"step-{first['steps']:08d}"
+    assert saved.name == f"step-{first['progress']['step']:08d}"
 
     again = [
         "up",
@@ -272,7 +273,7 @@ def test_ctrl_c_saves_and_the_node_resumes(shoal, eventually):
         first["swarm"],
     )
     assert (
-        f"rounds, 0 of {result['tried']} exchanges with others: held-out loss "
+        f"rounds, 0 of {result['exchanges']['ended']} exchanges with others: held-out loss "
         f"{result['loss']['held_out']:.4f}, {result['loss']['held_out_first']:.4f} at first"
         in resumed.said()
     )

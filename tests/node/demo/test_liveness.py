@@ -114,7 +114,7 @@ def exchange(sent, lag, loss=None, fragment=0, fragments=1):
     return {
         "event": "round",
         "step": sent + lag,
-        "lag": lag,
+        "lag_steps": lag,
         "loss": loss,
         "fragment": fragment,
         "fragments": fragments,
