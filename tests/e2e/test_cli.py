@@ -19,10 +19,19 @@ NOBODY = f"/ip4/127.0.0.1/tcp/1/p2p/{ID}"
 
 @pytest.fixture(scope="module")
 def swarm(shared, eventually):
-    """A swarm that is under way: its first node and its link."""
+    """A swarm that is under way: its first node and its link.
+
+    Its record says so too: who joins earlier begins from the seed's weights.
+    """
     node = create(shared, "first")
     link = node.line()
-    eventually(lambda: len(shared.rounds("first")) >= 2, 60, "training")
+
+    def is_under_way():
+        status = shared.start("status", link, "--json").json()
+        begun = 2 * status["fragments"]
+        return any(member["progress"]["round"] >= begun for member in status["members"])
+
+    eventually(is_under_way, 60, "training")
     return node, link
 
 
