@@ -47,7 +47,7 @@ class Work(NamedTuple):
     def plus(self, other: Work) -> Work:
         """Return the sum, each number within what a message can hold."""
         sums = [one + two for one, two in zip(self, other, strict=True)]
-        return Work(*(min(max(each, -MAX_COUNT), MAX_COUNT) for each in sums))  # type: ignore[arg-type]
+        return Work._make(min(max(each, -MAX_COUNT), MAX_COUNT) for each in sums)
 
 
 def total(works: Iterable[Work]) -> Work:
