@@ -2,6 +2,8 @@
 named.
 """
 
+import ast
+import importlib
 import json
 import os
 import re
@@ -73,14 +75,27 @@ def test_every_example_is_run_by_a_test():
         assert any(name in file.read_text() for file in files), name
 
 
-@pytest.mark.slow(reason="two peers in threads train on text while a third host pulls")
-def test_the_cells_of_the_notebook_run_in_their_order(tmp_path):
+def cells():
+    """The code cells of the notebook."""
     book = json.loads((ROOT / "examples" / "first_swarm.ipynb").read_text(encoding="utf-8"))
     assert (book["nbformat"], book["metadata"]["kernelspec"]["name"]) == (4, "python3")
-    cells = [cell for cell in book["cells"] if cell["cell_type"] == "code"]
-    assert not any(cell["outputs"] or cell["execution_count"] for cell in cells)
+    return [cell for cell in book["cells"] if cell["cell_type"] == "code"]
+
+
+def test_the_names_that_the_notebook_imports_exist():
+    for cell in cells():
+        for node in ast.walk(ast.parse("".join(cell["source"]))):
+            if isinstance(node, ast.ImportFrom) and node.module.startswith("shoal"):
+                module = importlib.import_module(node.module)
+                for name in node.names:
+                    assert hasattr(module, name.name), f"{node.module} has no {name.name}"
+
+
+@pytest.mark.slow(reason="two peers in threads train on text while a third host pulls")
+def test_the_cells_of_the_notebook_run_in_their_order(tmp_path):
+    assert not any(cell["outputs"] or cell["execution_count"] for cell in cells())
     script = tmp_path / "cells.py"
-    script.write_text("\n".join("".join(cell["source"]) for cell in cells))
+    script.write_text("\n".join("".join(cell["source"]) for cell in cells()))
     said = ended(start(script, folder=tmp_path), 180)
     assert said.startswith("shoal://")
     losses = [float(loss) for loss in re.findall(r"^steps .* anna (\d\.\d{3})", said, re.M)]
