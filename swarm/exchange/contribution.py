@@ -331,6 +331,10 @@ WINDOW = 64
 RECENT = 8
 
 
+# Exchanges in a row that went well with a peer, after which its failures before them are over.
+MENDED = 2
+
+
 class Problem(NamedTuple):
     """The reason, in a few words, why a contribution cannot be used."""
 
@@ -374,6 +378,8 @@ class ExchangeStats:
         yet.
         """
         self._seconds: deque[float] = deque(maxlen=RECENT)
+        # Peer -> exchanges in a row that went well with it.
+        self._in_a_row = Newest[str, int](WINDOW)
 
     def begin(self, key: RoundKey) -> None:
         """Note that exchange ``key`` begins: a node that went back has had another one of that
@@ -401,6 +407,7 @@ class ExchangeStats:
             if not any(known == key and other == peer for known, other, _ in self._events):
                 self._events.append((key, peer, kind))
             self._note(key).failures.append((peer, kind))
+            self._in_a_row[peer] = 0
 
     def caught(self, key: RoundKey, place: Place, error: Exception) -> None:
         """Count an error of this node's own code in exchange ``key``; no peer is to blame."""
@@ -408,9 +415,11 @@ class ExchangeStats:
         with self._lock:
             self._note(key).own_error = first
 
-    def done(self, key: RoundKey, seconds: float) -> None:
-        """Count a committed exchange whose bytes took ``seconds`` to move."""
+    def done(self, key: RoundKey, peers: Collection[str], seconds: float) -> None:
+        """Count a committed exchange with ``peers`` whose bytes took ``seconds`` to move."""
         with self._lock:
+            for peer in peers:
+                self._in_a_row[peer] = self._in_a_row.get(peer, 0) + 1
             self._events.append((key, "", None))
             self._seconds.append(seconds)
 
@@ -466,11 +475,20 @@ class ExchangeStats:
         return median(seconds) if seconds else 0.0
 
     def report(self) -> dict[str, Any]:
-        """Return the fields of `shoal.swarm.wire.record.Faults` that describe the exchanges."""
+        """Return the fields of `shoal.swarm.wire.record.Faults` that describe the exchanges.
+
+        The failures with a peer are over, and not among them, once two exchanges in a row with it
+        have gone well: a mended line or relay is nobody's fault any more.
+        """
         with self._lock:
             events = list(self._events)
-        kinds = Counter(kind for _, _, kind in events if kind is not None)
-        blamed = Counter((peer, kind) for _, peer, kind in events if kind is not None)
+            mended = {peer for peer, count in self._in_a_row.items() if count >= MENDED}
+        blamed = Counter(
+            (peer, kind) for _, peer, kind in events if kind is not None and peer not in mended
+        )
+        kinds = Counter[Failure]()
+        for (_, kind), count in blamed.items():
+            kinds[kind] += count
         return {
             "recent": len(events),
             "failures": tuple((kind, kinds[kind]) for kind in FAILURES if kind in kinds),

@@ -155,7 +155,7 @@ class Faults(Group):
     contributions_refused: Count = 0
     """Contributions that it refused because they lay too far away, or for their loss."""
     recent: Count = 0
-    """The newest attempts, among which are ``failures``."""
+    """The newest attempts, among which are ``failures``: those that are not over."""
     failures: Annotated[tuple[tuple[Failure, Count], ...], Field(max_length=len(FAILURES))] = ()
     """By kind."""
     blamed: Annotated[tuple[tuple[PeerId, Failure, Count], ...], Field(max_length=MAX_BLAMED)] = ()

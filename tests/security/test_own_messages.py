@@ -139,7 +139,7 @@ def test_a_record_holds_whatever_exchanges_come_to(events, waited):
     for number, event in enumerate(events):
         key = RoundKey(SWARM, number, 0)
         if isinstance(event, float):
-            stats.done(key, event)
+            stats.done(key, peers[:1], event)
         else:
             stats.failed(key, peers[event[1]], event[0])
     found = recorded(

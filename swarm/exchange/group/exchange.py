@@ -524,8 +524,9 @@ class GroupExchange(ExchangeBase):
                 and not mean & ~reduction.places()
                 and attempt.commit.commit(outcome := reduction.result(mean))
             ):
-                attempt.stats.done(attempt.handed_in, loop.time() - began)
-                self.evidence.met(set(group.at(mean)) - {self._context.me}, attempt.key.round)
+                others = set(group.at(mean)) - {self._context.me}
+                attempt.stats.done(attempt.handed_in, others, loop.time() - began)
+                self.evidence.met(others, attempt.key.round)
                 await asyncio.to_thread(
                     outcome
                 )  # now, for until training asks for it all payloads would be held

@@ -171,7 +171,8 @@ class PairTransfer:
             elif far:
                 attempt.stats.unread(attempt.handed_in, stream.peer_id)
             elif attempt.commit.received is not None:
-                attempt.stats.done(attempt.handed_in, asyncio.get_running_loop().time() - began)
+                seconds = asyncio.get_running_loop().time() - began
+                attempt.stats.done(attempt.handed_in, [stream.peer_id], seconds)
             if attempt.commit.received is not None:
                 self._met[known] = None
         finally:

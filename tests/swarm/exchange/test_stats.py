@@ -52,7 +52,7 @@ def test_first_failure_of_a_round_counts():
     stats.failed(key(0), "a", NetworkError("and then"))
     stats.failed(key(0), "b", "refused")
     stats.failed(key(1), "a", NetworkError("again", "timeout"))
-    stats.done(key(2), 4.0)
+    stats.done(key(2), ["c"], 4.0)
     assert stats.exchange_s() == 4.0
     assert stats.report() == {
         "recent": 4, "failures": (("timeout", 2), ("refused", 1)),
@@ -67,10 +67,26 @@ def test_old_failures_are_forgotten_and_bounded():
         stats.failed(key(round), f"peer {round}", FAILURES[round % 6])
     assert len(stats.report()["blamed"]) == MAX_BLAMED
     for round in range(WINDOW):
-        stats.done(key(100 + round), float(round))
+        stats.done(key(100 + round), ["c"], float(round))
     report = stats.report()
     assert (report["recent"], report["failures"], report["blamed"]) == (WINDOW, (), ())
     assert stats.exchange_s() == WINDOW - 1 - (RECENT - 1) / 2
+
+
+def test_two_good_exchanges_in_a_row_end_the_failures_with_a_peer():
+    """One of a line that breaks in every second exchange does not, nor one with somebody else."""
+    stats = ExchangeStats()
+    for round in (0, 10, 20):
+        stats.failed(key(round), "a", "unreachable")
+        stats.failed(key(round + 1), "b", "broken")
+        stats.done(key(round + 2), ["a", "c"], 1.0)
+    assert stats.report()["blamed"] == (("a", "unreachable", 3), ("b", "broken", 3))
+    stats.done(key(30), ["a"], 1.0)
+    report = stats.report()
+    assert (report["recent"], report["failures"]) == (10, (("broken", 3),))
+    assert report["blamed"] == (("b", "broken", 3),)
+    stats.failed(key(31), "a", "timeout")
+    assert ("a", "unreachable", 3) in stats.report()["blamed"]
 
 
 def noted(stats, key):
@@ -122,13 +138,13 @@ def test_what_exchanges_met_is_bounded():
 
 def test_being_turned_down_is_over_with_the_first_exchange():
     stats = ExchangeStats()
-    stats.done(key(0), 1.0)
+    stats.done(key(0), ["a"], 1.0)
     for round, (peer, kind) in enumerate(
         [("a", "refused"), ("b", "suspicious"), ("c", "timeout"), ("a", "refused")], 1
     ):
         stats.failed(key(round), peer, kind)
     assert stats.turned_down() == 2
-    stats.done(key(9), 1.0)
+    stats.done(key(9), ["a"], 1.0)
     assert stats.turned_down() == 0
 
 

@@ -243,7 +243,7 @@ def test_twice_refused_laggard_begins_afresh(monkeypatch):
         refused(round)  # it was never behind: it may be the others who are far
     assert swarm.asked == []
     swarm.met = ("me", "other")
-    swarm.stats.done(RoundKey("run", 5), 1.0)
+    swarm.stats.done(RoundKey("run", 5), ["a"], 1.0)
     swarm.train(1)
     swarm.met, swarm.behind = (), FAR_ROUNDS
     refused(6)
