@@ -11,7 +11,12 @@ from typing import Any
 
 from rich.table import Table
 
+from bench._quality_methods import METHODS
+from shoal.swarm.exchange.cost import ALL_REDUCED, FLOAT32, Costs, Work, per_param_step
+
 Row = dict[str, Any]
+PARAMETERS = 135_808
+"""Of the model that all rows train."""
 CELL = ("method", "codec", "peers", "every", "steps", "batch")
 
 
@@ -19,6 +24,24 @@ def _validation(runs: Sequence[Row]) -> float:
     return statistics.fmean(
         run["validation"] if run["validation"] is not None else float("inf") for run in runs
     )
+
+
+def _bytes_per_param_step(row: Row, run: Row) -> float:
+    """Bytes that leave a peer, of those that the run handed to the exchange."""
+    recipe = METHODS[row["method"]]
+    is_ddp = recipe.name is None
+    nbytes = round(run["bytes_per_token"] * run["tokens"] / row["steps"] * row["every"])
+    work = Work(
+        recipe.group,  # type: ignore[arg-type]
+        nbytes,
+        nbytes // FLOAT32,
+        row["peers"],
+        row["every"],
+        step_s=1.0,
+        sums=row["codec"] == "float32",
+        costs=Costs(all_reduced=2 if is_ddp else ALL_REDUCED),
+    )
+    return per_param_step(work, PARAMETERS)
 
 
 def _row(cell: tuple[Any, ...], runs: Sequence[Row]) -> Row:
@@ -34,7 +57,7 @@ def _row(cell: tuple[Any, ...], runs: Sequence[Row]) -> Row:
         diverged=len(runs) - len(losses),
         losses={run["seed"]: run["loss"] for run in good},
     )
-    row["bytes_per_token"] = good[0]["bytes_per_token"] if good else None
+    row["bytes_per_param_step"] = _bytes_per_param_step(row, good[0]) if good else None
     return row
 
 
@@ -109,7 +132,7 @@ def _cells(row: Row) -> list[str]:
         loss,
         "" if averaged is None or averaged == row["loss"] else f"{averaged:.3f}",
         percent(row["above_ddp"], row["above_ddp_sd"]) if row["method"] != "ddp" else "",
-        "" if row["bytes_per_token"] is None else f"{row['bytes_per_token']:.4g}",
+        "" if row["bytes_per_param_step"] is None else f"{row['bytes_per_param_step']:.4g}",
         str(row["seeds"]) + (f" ({row['diverged']} diverged)" if row["diverged"] else ""),
     ]
 
@@ -123,7 +146,7 @@ HEADS = (
     "held-out loss",
     "averaged",
     "against ddp",
-    "bytes/token",
+    "bytes/parameter/step",
     "seeds",
 )
 
@@ -190,7 +213,7 @@ def _codecs(found: Sequence[Row]) -> str:
         other = plain.get((method, row["peers"], row["every"], row["steps"]))
         over = above(row, other) if row["codec"] != "float32" else None
         if over is not None and other is not None:
-            fewer = f"{other['bytes_per_token'] / row['bytes_per_token']:.1f}"
+            fewer = f"{other['bytes_per_param_step'] / row['bytes_per_param_step']:.1f}"
             where = [str(row[name]) for name in ("peers", "every", "steps")]
             shared = len(set(row["losses"]) & set(other["losses"]))
             lines.append([row["method"], row["codec"], *where, percent(*over), fewer, str(shared)])

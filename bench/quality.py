@@ -34,10 +34,9 @@ half of the rate too.
 "loss": nats per byte on the reported half, of the slow weights after ``finish()``; where the peers
 differ in the end (gossip, eager, SPARTA), the mean over their losses; "averaged" is the loss of the
 mean of their weights instead, one more exchange with everyone.
-"bytes_per_token": lengths of the payloads that a peer hands to the exchange over the tokens that it
-has learnt from. What the network then makes of them is not in it: a pair sends each payload once; a
-ring over K peers 2 (K - 1) / K times (1.75 for 8), DDP's too; an all-gather of sparse payloads is
-received K - 1 times.
+"bytes_per_param_step": bytes of payload that leave a peer for each parameter and inner step, with K
+peers: of the payload that it hands to the exchange a pair sends 1, who gathers K - 1, and who
+all-reduces float32 2 (K - 1) / K, as in a ring; DDP's peers too.
 """
 
 from __future__ import annotations

@@ -10,8 +10,9 @@ import shoal.swarm
 from shoal.swarm.access.link import MAX_ADDRESSES as LINK_ADDRESSES
 from shoal.swarm.access.link import MAX_CHARS
 from shoal.swarm.changes import CHANGE_PROTOCOL
+from shoal.swarm.exchange.cost import ALL_REDUCED
 from shoal.swarm.exchange.group.leader import DECISION_PROTOCOL, LEADER_PROTOCOL
-from shoal.swarm.exchange.group.reduction import PART, PAYLOAD_PROTOCOL, SMALLEST
+from shoal.swarm.exchange.group.reduction import PART, PAYLOAD_PROTOCOL
 from shoal.swarm.exchange.group.roster import BEATS
 from shoal.swarm.exchange.pair.calls import EXCHANGE_PROTOCOL
 from shoal.swarm.exchange.pair.transfer import OUTCOME_PROTOCOL
@@ -145,7 +146,7 @@ def test_bounds_of_streams_and_calls_are_those_of_the_code():
 def test_bounds_in_the_text_are_those_of_the_code():
     assert f"at most {ENVELOPE} bytes longer" in PAGE
     assert f"parts of at most {PART // 1024} KiB" in PAGE
-    assert (BEATS, SMALLEST) == (4, 4)
+    assert (BEATS, ALL_REDUCED) == (4, 4)
     assert "four times in each chunk timeout" in PAGE
     assert "four members or more" in PAGE
     assert f"holds fewer than {CAP} others" in PAGE

@@ -1,5 +1,5 @@
-"""Bytes a token against the loss over data parallel training, as a picture, and the numbers behind
-it.
+"""Bytes that leave a peer against the loss over data parallel training, as a picture, and the
+numbers behind it.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ COLUMNS = (
     "loss_sd",
     "over_ddp_adamw",
     "over_ddp_muon",
-    "bytes_per_token",
-    "bytes_ratio",
+    "bytes_per_param_step",
+    "times_fewer",
 )
 INK, FADED = "#010203", "#010204"
 """Stand for the colours of the reader's scheme until the picture is written."""
@@ -105,14 +105,16 @@ def points(found: Sequence[Row]) -> list[Row]:
     """What the picture can show: rows of ``TUNED_PEERS`` with a distance to data parallel training,
     that send anything.
     """
-    known = [row for row in found if row["over_ddp_adamw"] is not None and row["bytes_per_token"]]
+    known = [
+        row for row in found if row["over_ddp_adamw"] is not None and row["bytes_per_param_step"]
+    ]
     return [row for row in known if row["peers"] == TUNED_PEERS]
 
 
 def frontier(shown: Sequence[Row]) -> list[Row]:
     """The rows than which none has both fewer bytes and a lower loss, the fewest bytes first."""
     best: list[Row] = []
-    for row in sorted(shown, key=lambda row: (row["bytes_per_token"], row["over_ddp_adamw"])):
+    for row in sorted(shown, key=lambda row: (row["bytes_per_param_step"], row["over_ddp_adamw"])):
         if not best or row["over_ddp_adamw"] < best[-1]["over_ddp_adamw"]:
             best.append(row)
     return best
@@ -192,7 +194,7 @@ def draw(found: Sequence[Row], path: Path) -> None:
 
     shown = points(found)
     figure, axes = pyplot.subplots(figsize=(6.6, 5.8))
-    at = [(row["bytes_per_token"], min(100 * row["over_ddp_adamw"], HIGHEST)) for row in shown]
+    at = [(row["bytes_per_param_step"], min(100 * row["over_ddp_adamw"], HIGHEST)) for row in shown]
     for row, (x, y) in zip(shown, at, strict=True):
         look = LOOKS[row["method"]]
         axes.plot(
@@ -223,14 +225,16 @@ def draw(found: Sequence[Row], path: Path) -> None:
     axes.invert_xaxis()
     low, high = axes.get_ylim()
     axes.set_ylim(low - 0.06 * (high - low), high + 0.04 * (high - low))
-    axes.set_xlabel("bytes a token that a peer sends", fontsize=LARGE, color=INK)
+    axes.set_xlabel(
+        "bytes that leave a peer, a parameter and inner step", fontsize=LARGE, color=INK
+    )
     axes.set_ylabel("held-out loss over all-reduce with AdamW", fontsize=LARGE, color=INK)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,g}")
     axes.yaxis.set_major_formatter(
         lambda value, _: f"{value:+g} %".replace("-", "\N{MINUS SIGN}") if value else "0 %"
     )
     most = max(
-        (row["bytes_per_token"] * row["bytes_ratio"] for row in shown if row["bytes_ratio"]),
+        (row["bytes_per_param_step"] * row["times_fewer"] for row in shown if row["times_fewer"]),
         default=None,
     )
     if most:
@@ -289,7 +293,9 @@ def draw(found: Sequence[Row], path: Path) -> None:
         *ddp,
         *(row for row in best if row["method"] != "ddp" and 100 * row["over_ddp_adamw"] < HIGHEST),
     ]
-    texts = [Text(row["bytes_per_token"], 100 * row["over_ddp_adamw"], label(row)) for row in named]
+    texts = [
+        Text(row["bytes_per_param_step"], 100 * row["over_ddp_adamw"], label(row)) for row in named
+    ]
     edge = [(row, point) for row, point in zip(shown, at, strict=True) if point[1] == HIGHEST]
     over = [
         Text(*point, f"{100 * row['over_ddp_adamw']:+.0f} %", PLACES[:1]) for row, point in edge

@@ -25,7 +25,7 @@ def name(link: tuple[int, int]) -> str:
 
 
 def work(method: str, codec: str, peers: int, every: int, bytes_per_param: float) -> Work:
-    """What a node does in a round.
+    """What a node does in a round, in which it hands ``bytes_per_param`` to the exchange.
 
     What gloo sends (DDP, torchft) is counted at its best: a ring that takes the link's time and
     nothing else. DDP hides all of it behind one step of computing.
@@ -38,7 +38,11 @@ def work(method: str, codec: str, peers: int, every: int, bytes_per_param: float
     costs = MEASURED
     if method == "ddp" or method in TORCHFT:
         costs = Costs(
-            round_trips=peers - 1, handling=0, at_hand=0 if method == "ddp" else AT_HAND, paced=1
+            round_trips=peers - 1,
+            handling=0,
+            at_hand=0 if method == "ddp" else AT_HAND,
+            paced=1,
+            all_reduced=2,
         )
     return Work(
         group,  # type: ignore[arg-type]

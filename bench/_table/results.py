@@ -11,6 +11,7 @@ from typing import Any
 
 from bench._quality_table import above, markdown_table, percent
 from bench._table import aims, links
+from shoal.swarm.exchange.cost import Work, per_param_step, times_fewer
 
 Row = dict[str, Any]
 CELL = ("text", "model", "method", "inner", "codec", "peers", "every", "steps")
@@ -24,12 +25,9 @@ def _validation(runs: Sequence[Row]) -> float:
 
 
 def _at_equal_time(
-    row: Row, runs: Sequence[Row]
+    row: Row, runs: Sequence[Row], what: Work
 ) -> tuple[dict[str, float], dict[str, float | None], dict[str, int]]:
     """Utilisation, loss at equal time and expected lag on each link."""
-    what = links.work(
-        row["method"], row["codec"], row["peers"], row["every"], runs[0]["bytes_per_param"]
-    )
     used, loss, lags = {}, dict[str, float | None](), {}
     for link in links.LINKS:
         expected = links.on(link, what)
@@ -55,13 +53,18 @@ def _row(cell: tuple[Any, ...], runs: Sequence[Row]) -> Row:
     )
     row["loss"] = statistics.fmean(losses.values()) if losses else None
     row["loss_sd"] = statistics.stdev(losses.values()) if len(losses) > 1 else None
-    row["bytes_per_token"] = good[0]["bytes_per_token"] if good else None
     row["params"], row["tokens"] = (
         good[0][name] if good else None for name in ("params", "tokens")
     )
-    row["utilisation"], row["loss_at_equal_time"], row["lag"] = (
-        _at_equal_time(row, good) if good else ({}, {}, {})
-    )
+    row["bytes_per_param_step"] = row["times_fewer"] = None
+    row["utilisation"], row["loss_at_equal_time"], row["lag"] = {}, {}, {}
+    if good:
+        what = links.work(
+            row["method"], row["codec"], row["peers"], row["every"], good[0]["bytes_per_param"]
+        )
+        row["bytes_per_param_step"] = per_param_step(what, links.PARAMETERS)
+        row["times_fewer"] = times_fewer(what, links.PARAMETERS)
+        row["utilisation"], row["loss_at_equal_time"], row["lag"] = _at_equal_time(row, good, what)
     return row
 
 
@@ -86,8 +89,6 @@ def rows(results: Sequence[Row]) -> list[Row]:
             # Data parallel training is the same mathematics for any number of peers.
             ddp = parallel(found, row, inner)
             row[f"over_ddp_{inner}"], row[f"over_ddp_{inner}_sd"] = above(row, ddp) or (None, None)
-        ddp = parallel(found, row, "adamw") or parallel(found, row, "muon")
-        row["bytes_ratio"] = bytes_ratio(row, ddp)
     return sorted(
         found,
         key=lambda row: (row["steps"], row["loss"] if row["loss"] is not None else float("inf")),
@@ -98,17 +99,6 @@ def parallel(found: Sequence[Row], row: Mapping[str, Any], inner: str) -> Row | 
     """The row of data parallel training on the same text, model and number of steps."""
     same = [other for other in found if other["method"] == "ddp" and other["inner"] == inner]
     return next((other for other in same if all(other[name] == row[name] for name in RUN)), None)
-
-
-def bytes_ratio(row: Row, ddp: Row | None) -> float | None:
-    """How many times more bytes a peer of data parallel training sends in a step, with as many
-    peers; None where none are sent.
-    """
-    if ddp is None or not row["bytes_per_token"] or not ddp["bytes_per_token"]:
-        return None
-    return round(
-        float(ddp["bytes_per_token"] / ddp["peers"] * row["peers"] / row["bytes_per_token"]), 1
-    )
 
 
 def wanted(found: Sequence[Row], specs: Sequence[tuple[Any, ...]]) -> list[Row]:
@@ -127,7 +117,7 @@ HEADS = (
     "over DDP-AdamW",
     "over DDP-Muon",
     "fewer bytes",
-    "bytes/token",
+    "bytes/parameter/step",
     "seeds",
 )
 
@@ -145,7 +135,7 @@ def _name(row: Row) -> list[str]:
 def cells(row: Row) -> list[str]:
     """A line of the table at equal tokens."""
     loss = "diverged" if row["loss"] is None else f"{row['loss']:.3f}"
-    ratio, each = row["bytes_ratio"], row["bytes_per_token"]
+    ratio, each = row["times_fewer"], row["bytes_per_param_step"]
     return [
         *_name(row),
         loss

@@ -274,7 +274,7 @@ def run(spec: Spec, place: Place, steer: Steer | None = None) -> dict[str, Any]:
     torch.set_num_threads(1)
     began = time.perf_counter()
     result: dict[str, Any] = {**dataclasses.asdict(spec), "outer": dict(spec.outer)}
-    nothing = dict.fromkeys(("loss", "validation", "bytes_per_token"))
+    nothing = dict.fromkeys(("loss", "validation"))
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of the outer step's stability: here it is tried
@@ -305,7 +305,6 @@ def run(spec: Spec, place: Place, steer: Steer | None = None) -> dict[str, Any]:
     tokens = spec.steps * size.batch // spec.peers * size.context
     return {
         **result,
-        "bytes_per_token": trained.sent / tokens,
         "bytes_per_param": trained.sent / (spec.steps / spec.every) / params,
         "params": params,
         "tokens": tokens,

@@ -213,6 +213,7 @@ def table(report: dict[str, Any]) -> str:
         "computes",
         "of the link",
         "sends a day",
+        "fewer bytes",
         "memory",
         title=f"{report['params']:,} parameters, {report['peers']} peers, "
         f"{duration(report['step_s'])} a step, "
@@ -233,6 +234,7 @@ def table(report: dict[str, Any]) -> str:
             f"{100 * row['utilisation']:.1f} %",
             f"{100 * row['link_filled']:.0f} %",
             amount(row["bytes_a_day"]),
+            f"{row['times_fewer']:,.0f} times",
             "-" if memory is None else amount(memory),
             end_section=good and bool(after) and after[0]["utilisation"] < GOOD,
         )
@@ -245,6 +247,7 @@ def table(report: dict[str, Any]) -> str:
             capture.get().rstrip(),
             f"of the link: what exchanges take; the advice leaves {100 - 100 * BUSY:.0f} % to "
             "small messages, newcomers, you",
+            "fewer bytes: than leave a node if as many all-reduce float32 gradients at every step",
             "memory: beyond model, gradients and inner optimizer; -: not measured",
             f"        measured by {report['memory_source']}",
             "",

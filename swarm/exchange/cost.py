@@ -2,10 +2,15 @@
 
 No torch, no clock.
 
+    payloads that leave     = 1 for the partner of a pair; n - 1 of who gathers with n members;
+                            2 (n - 1) / n of who all-reduces float32 with them, as in a ring
     seconds of an exchange  = round trips x round trip + the longer of bytes / PACED / rate and
                             bytes / rate + bytes x HANDLING
-    of all-reduce           = 2 (n - 1) / n payloads a member; of gathering n - 1; of a pair 1
     utilisation             = computing / (computing + at hand + waiting)
+
+Bytes are always those that leave a peer, never the payload that it hands to an exchange once. To
+compare methods they are counted for a parameter and an inner step (`per_param_step`), beside an
+all-reduce of float32 gradients at every step by as many peers (`times_fewer`).
 
 *At hand* is what the training thread itself does in a round: copies, codecs, the outer step. It
 *waits* for what is not there when it is to be applied: for all of an exchange without a lag, for
@@ -40,7 +45,9 @@ LATE = 1.35
 AT_HAND = 1e-9  # seconds a byte of float32 weights, in the training thread
 LOOP = 0.002  # of the computing time: what the loop costs a node without any exchange
 WIRE = 1.013  # bytes on the wire for each byte of payload
-ALL_REDUCED = 4  # members from which a group all-reduces plain floats
+# members from which a group all-reduces plain floats; fewer move no more bytes by gathering, or
+# hardly more
+ALL_REDUCED = 4
 # of a link, that exchanges may take: the rest is for small messages, newcomers, and the user
 BUSY = 0.8
 GOOD = 0.97  # utilisation that a user need not improve
@@ -68,6 +75,8 @@ class Costs(NamedTuple):
     handling: float = HANDLING
     at_hand: float = AT_HAND
     paced: float = PACED
+    all_reduced: int = ALL_REDUCED
+    """Members from which floats are all-reduced."""
 
 
 MEASURED = Costs()
@@ -146,16 +155,36 @@ def members(work: Work) -> int:
     return -(-work.peers // groups)
 
 
-def sent(work: Work) -> int:
-    """Return the bytes that a node sends in a round; it receives as many."""
+def payload_sent(work: Work) -> float:
+    """Return the bytes of payload that leave a node in a round."""
     count = members(work)
-    if (
-        work.sums and count >= ALL_REDUCED
-    ):  # the parts go out in the codec's format, and the averages of its share in float32
-        payloads = (work.nbytes + FLOAT32 * work.params) * (count - 1) / count
-    else:
-        payloads = work.nbytes * (count - 1)
-    return math.ceil(WIRE * payloads)
+    if work.sums and count >= work.costs.all_reduced:
+        # The parts go out in the codec's format, and the averages of the own share in float32.
+        return (work.nbytes + FLOAT32 * work.params) * (count - 1) / count
+    return work.nbytes * (count - 1)
+
+
+def sent(work: Work) -> int:
+    """Return the bytes that leave a node in a round, headers included; it receives as many."""
+    return math.ceil(WIRE * payload_sent(work))
+
+
+def per_param_step(work: Work, params: int) -> float:
+    """Return the bytes of payload that leave a node for each parameter and inner step.
+
+    ``params``: those of the model, of which ``work`` may send a part, or two tensors.
+    """
+    return payload_sent(work) / params / work.every
+
+
+def times_fewer(work: Work, params: int) -> float | None:
+    """Return how many times fewer bytes leave a node than if as many peers all-reduced float32
+    gradients in a ring at every step; None if none leave it.
+    """
+    each = per_param_step(work, params)
+    if not each:
+        return None
+    return 2 * FLOAT32 * (work.peers - 1) / work.peers / each
 
 
 def exchange_s(work: Work, line: Line) -> float:

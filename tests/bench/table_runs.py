@@ -31,7 +31,6 @@ def a_run(
         "validation": loss,
         "params": params,
         "tokens": tokens,
-        "bytes_per_token": each * params / tokens,
         "bytes_per_param": each * every / steps,
         "curve": [[10, 7.0], [steps, loss]],
         "seconds": 1.0,

@@ -66,18 +66,18 @@ def test_rows_bytes_and_resuming(tmp_path, program):
         "loss",
         "loss_sd",
         "seeds",
-        "bytes_per_token",
+        "bytes_per_param_step",
     }
     for row in rows.values():
         assert keys <= set(row)
         assert (row["peers"], row["steps"], row["seeds"], row["loss_sd"]) == (2, 10, 1, None)
         assert 2 < row["loss"] < 6
         assert row["above_ddp"] == pytest.approx(row["loss"] / rows["ddp"]["loss"] - 1)
-    tokens = 10 * 2 * CONTEXT  # of one peer
-    assert rows["ddp"]["bytes_per_token"] == 10 * 4 * PARAMETERS / tokens
+    assert rows["ddp"]["bytes_per_param_step"] == pytest.approx(4)
     for method in ("diloco", "noloco", "streaming", "noloco-overlap-muon"):
-        assert rows[method]["bytes_per_token"] == 2 * 4 * PARAMETERS / tokens
-    assert 0 < rows["sparseloco"]["bytes_per_token"] < rows["diloco"]["bytes_per_token"] / 50
+        assert rows[method]["bytes_per_param_step"] == pytest.approx(4 / 5)
+    sparse, whole = (rows[name]["bytes_per_param_step"] for name in ("sparseloco", "diloco"))
+    assert 0 < sparse < whole / 50
     assert "against ddp" in done.stderr
 
     before = file.read_bytes()
@@ -128,6 +128,7 @@ def test_report_is_written_between_its_marks(tmp_path, called, program):
         "batch": 32,
         "outer": {"lr": 0.7},
         "bytes_per_token": 21.22,
+        "tokens": 256_000,
     }
     rates = [
         ("ddp", 0.01, 0, 2.0),
@@ -155,7 +156,7 @@ def test_report_is_written_between_its_marks(tmp_path, called, program):
     assert text.endswith(f"{quality.END}\nbelow\n")
     assert "old" not in text
     assert (
-        "| diloco | float32 | 50 | 0.02 | lr 0.7 | 2.300 ± 0.141 |  | +10.0 % | 21.22 | 2 |" in text
+        "| diloco | float32 | 50 | 0.02 | lr 0.7 | 2.300 ± 0.141 |  | +10.0 % | 0.12 | 2 |" in text
     )  # of seed 0
     page.write_text("no marks")
     done = called(quality.main, "--report", file, "--into", page)
@@ -274,6 +275,7 @@ def test_overlapped_is_compared_seed_by_seed():
         "lr": 0.02,
         "outer": {},
         "bytes_per_token": 21.22,
+        "tokens": 256_000,
     }
     found = {
         ("noloco-muon", 0): 2.0,

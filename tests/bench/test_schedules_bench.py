@@ -114,7 +114,7 @@ def test_a_schedule_changes_the_loss_and_no_byte(cache, method, schedules):
     losses = {"plain": plain["loss"]}
     for schedule in schedules:
         found = bench.steered(bench.Steered(*settings, schedule), place)
-        assert found["bytes_per_token"] == plain["bytes_per_token"]
+        assert found["bytes_per_param"] == plain["bytes_per_param"]
         losses[schedule] = found["loss"]
     assert losses.pop("plain") == losses["even"]
     assert len(set(losses.values())) == len(losses)

@@ -71,18 +71,40 @@ def test_distances_are_taken_seed_by_seed():
 
 
 @pytest.mark.parametrize(
-    ("peers", "every", "ratio"), [(4, 50, 400), (8, 50, 400), (4, 200, 1600), (8, 10, 80)]
+    ("method", "peers", "every", "each", "fewer"),
+    [
+        ("diloco", 4, 50, 3 * 0.5 / 50, 200),
+        ("diloco", 8, 50, 7 * 0.5 / 50, 100),
+        ("diloco", 4, 200, 3 * 0.5 / 200, 800),
+        ("diloco", 2, 10, 0.5 / 10, 80),
+        ("noloco-overlap", 4, 50, 0.5 / 50, 600),
+        ("noloco-overlap", 8, 50, 0.5 / 50, 700),
+    ],
 )
-def test_bytes_are_compared_at_equal_peers(peers, every, ratio):
-    """Bytes are compared with data parallel training of as many peers."""
-    found = results.rows([ddp("adamw", 2.0), a_run(peers=peers, every=every)])
-    assert row_of(found, "diloco")["bytes_ratio"] == pytest.approx(ratio)
-    assert row_of(found, "ddp")["bytes_ratio"] == 1
+def test_bytes_are_those_that_leave_a_peer(method, peers, every, each, fewer):
+    """Everyone gets a payload of a group's peer, and a ring of as many is what they are beside."""
+    found = results.rows([ddp("adamw", 2.0), a_run(method, peers=peers, every=every)])
+    row, whole = row_of(found, method), row_of(found, "ddp")
+    assert row["bytes_per_param_step"] == pytest.approx(each)
+    assert row["times_fewer"] == pytest.approx(fewer)
+    assert (whole["bytes_per_param_step"], whole["times_fewer"]) == (6, 1)
+
+
+@pytest.mark.parametrize(("peers", "ours"), [(2, 1), (3, 2 / 3), (4, 1)])
+def test_float32_is_gathered_among_three(peers, ours):
+    """Of three peers ours gather float32, and torchft's all-reduce it as data parallel training."""
+    made = [
+        a_run(method, codec="float32", peers=peers, bytes_per_param=4.0)
+        for method in ("torchft", "diloco")
+    ]
+    found = results.rows(made)
+    assert row_of(found, "torchft")["times_fewer"] == pytest.approx(50)
+    assert row_of(found, "diloco")["times_fewer"] == pytest.approx(50 * ours)
 
 
 def test_one_peer_alone_sends_nothing_and_has_no_ratio():
     row = row_of(results.rows([ddp("adamw", 2.0), a_run("snoo", codec="float32", peers=1)]), "snoo")
-    assert row["bytes_ratio"] is None
+    assert row["times_fewer"] is None
     assert all(value == pytest.approx(0.998, abs=1e-3) for value in row["utilisation"].values())
 
 
@@ -135,10 +157,10 @@ def test_best_seeded_setting_is_shown():
 
 
 def test_a_run_that_diverged_is_no_loss_and_breaks_nothing():
-    failed = a_run(seed=1) | dict.fromkeys(("loss", "validation", "bytes_per_token"))
+    failed = a_run(seed=1) | dict.fromkeys(("loss", "validation"))
     both, alone = results.rows([a_run(), failed]), results.rows([failed])
     assert (both[0]["seeds"], both[0]["diverged"], both[0]["loss"]) == (1, 1, 2.0)
-    assert (alone[0]["seeds"], alone[0]["loss"], alone[0]["bytes_ratio"]) == (0, None, None)
+    assert (alone[0]["seeds"], alone[0]["loss"], alone[0]["times_fewer"]) == (0, None, None)
     assert "diverged" in results.markdown(alone)
 
 
@@ -362,9 +384,9 @@ def test_no_text_is_one_sentence_that_names_packages(tmp_path, monkeypatch, caps
 @pytest.mark.parametrize(
     ("method", "inner", "codec", "peers", "sent"),
     [
-        ("ddp", "muon", "float32", 2, 8 * 4),
+        ("ddp", "muon", "float32", 2, 4),
         ("noloco-overlap", "muon", "int8", 2, None),
-        ("diloco", "adamw", "float32", 2, 2 * 4),
+        ("diloco", "adamw", "float32", 2, 4),
         ("snoo", "adamw", "float32", 1, 0),
     ],
 )
@@ -386,13 +408,9 @@ def test_a_run_has_losses_a_curve_and_its_bytes(
     assert found["curve"][-1][1] == pytest.approx(found["loss"], abs=1e-4)
     assert found["tokens"] == 8 * (4 // peers) * 16
     if sent is None:
-        assert (
-            2 * found["params"]
-            < found["bytes_per_token"] * found["tokens"]
-            < 2.3 * 2 * found["params"]
-        )
+        assert 1 < found["bytes_per_param"] < 2.3
     else:
-        assert found["bytes_per_token"] * found["tokens"] == pytest.approx(sent * found["params"])
+        assert found["bytes_per_param"] == sent
     assert json.loads(json.dumps(found))["outer"] == dict(setting)
 
 
@@ -412,7 +430,7 @@ def test_a_codec_that_averages_by_its_senders_does_so(small, cache, monkeypatch)
         )
         for codec in methods.CODECS["sparseloco"]
     )
-    assert paper["bytes_per_token"] == authors["bytes_per_token"] > 0
+    assert paper["bytes_per_param"] == authors["bytes_per_param"] > 0
     assert paper["loss"] != authors["loss"]
 
 
@@ -484,7 +502,7 @@ def test_report_writes_tables_and_a_picture(tmp_path, monkeypatch):
         ddp("adamw", 2.0),
         ddp("muon", 1.9),
         a_run(),
-        a_run("noloco-overlap", "adamw", "int8"),
+        a_run("noloco-overlap", "adamw", "int8", loss=2.05),
         a_run(steps=500, loss=9.0),
     ]
     file.write_text("".join(json.dumps(run) + "\n" for run in runs))
@@ -497,7 +515,7 @@ def test_report_writes_tables_and_a_picture(tmp_path, monkeypatch):
     shown = page.read_text()
     assert shown.startswith("above\n")
     assert (
-        "| diloco | Muon | e3m0+ef | 4 | 50 | 2.000 (one seed) | +0.0 % | +5.3 % | 400 | 0.01953 | "
+        "| diloco | Muon | e3m0+ef | 4 | 50 | 2.000 (one seed) | +0.0 % | +5.3 % | 200 | 0.03 | "
         "1 |" in shown
     )
     assert ("old" in shown, "9.000" in shown) == (False, False)
@@ -528,14 +546,13 @@ DEFAULT = {"method": "noloco-overlap", "codec": "mod4", "every": 25}
 
 def test_aims_are_judged_by_the_rows_that_they_are_about():
     base = [ddp("adamw", 2.0), ddp("muon", 1.96)]
-    whole = base[0]["bytes_per_token"]
     assert judged(*base) == [None] * 6
     bits = {"codec": "sign+ef"}
     good = [
-        a_run(**DEFAULT, loss=2.04, bytes_per_token=whole / 197),
-        a_run("diloco", every=13, **bits, loss=2.0009, bytes_per_token=whole / 400),
-        a_run(every=40, **bits, loss=2.03, bytes_per_token=whole / 1000),
-        a_run("streaming", every=16, **bits, loss=2.03, bytes_per_token=whole / 400),
+        a_run(**DEFAULT, loss=2.04, bytes_per_param=25 * 6 / 197),
+        a_run("diloco", every=13, **bits, loss=2.0009, bytes_per_param=13 * 2 / 400),
+        a_run(every=40, **bits, loss=2.03, bytes_per_param=40 * 2 / 1000),
+        a_run("streaming", every=16, **bits, loss=2.03, bytes_per_param=16 * 2 / 400),
         a_run("local-sgd", codec="float32", every=1, loss=2.0),
     ]  # fmt: skip
     wide = [
@@ -562,24 +579,21 @@ def test_aims_are_judged_by_the_rows_that_they_are_about():
 def test_aim_can_be_missed_by_bytes_or_utilisation():
     """An aim is missed by the bytes or the utilisation alone."""
     base = [ddp("adamw", 2.0), ddp("muon", 1.96)]
-    whole = base[0]["bytes_per_token"]
-    assert judged(*base, a_run(**DEFAULT, loss=2.0, bytes_per_token=whole / 196))[0] is False
-    assert (
-        judged(
-            *base, a_run(**DEFAULT, loss=2.0, bytes_per_param=1000.0, bytes_per_token=whole / 197)
-        )[0]
-        is False
-    )
-    assert (
-        judged(*base, a_run(every=13, codec="sign+ef", loss=2.0, bytes_per_token=whole / 399))[1]
-        is None
-    )
+    fewer = a_run(**DEFAULT, loss=2.0, bytes_per_param=25 * 6 / 197)
+    more = a_run(**DEFAULT, loss=2.0, bytes_per_param=25 * 6 / 196)
+    assert judged(*base, fewer)[0] is True
+    assert judged(*base, more)[0] is False
+    found = results.rows([*base, fewer])
+    row_of(found, "noloco-overlap")["utilisation"][aims.LINK] = 0.96
+    assert aims.verdicts(found)[0].met is False
+    bits = a_run(every=13, codec="sign+ef", loss=2.0, bytes_per_param=13 * 2 / 399)
+    assert judged(*base, bits)[1] is None
 
 
 def test_what_was_aimed_at_stands_above_the_rows():
     base = [ddp("adamw", 2.0), ddp("muon", 1.96)]
     page = results.markdown(results.rows([*base, a_run(**DEFAULT, loss=2.1)]))
-    assert "| +5.0 %, 200 times fewer, utilisation" in page
+    assert "| +5.0 %, 300 times fewer, utilisation" in page
     assert "| not run |  |" in page
     assert "What was aimed at" not in results.markdown(results.rows([*base, a_run("co2")]))
     assert page.index("What was aimed at") < page.index("All rows at equal tokens")
@@ -587,7 +601,7 @@ def test_what_was_aimed_at_stands_above_the_rows():
 
 def a_row(nbytes, over, **more):
     return {
-        "bytes_per_token": nbytes,
+        "bytes_per_param_step": nbytes,
         "over_ddp_adamw": over,
         "peers": 4,
         "method": "diloco",

@@ -44,6 +44,7 @@ from shoal.optim.exchange.update_screen import UpdateScreen
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.exchange.context import ANSWERED, KeptStreams, answer_all
 from shoal.swarm.exchange.contribution import EncodedContribution, ExchangeAttempt
+from shoal.swarm.exchange.cost import ALL_REDUCED
 from shoal.swarm.exchange.group.roster import LivenessView, Roster
 from shoal.swarm.p2p.stream import Stream, short
 from shoal.swarm.p2p.stream_places import StreamPlaces
@@ -351,7 +352,6 @@ class AllGather:
 
 PART = 1 << 18  # bytes that are averaged at a time
 ALL_REDUCED_CODECS = frozenset(codec.name for codec in FLOAT_CODECS)
-SMALLEST = 4  # members; fewer move no more bytes by gathering, or hardly more
 # The leader's channel to a stopped member times out before it is given up here, so that the next
 # attempt is without it.
 SENDER, REDUCER = 1.5, 2.0  # times the chunk timeout
@@ -359,7 +359,7 @@ SENDER, REDUCER = 1.5, 2.0  # times the chunk timeout
 
 def fits(codec: str, members: int) -> bool:
     """Return whether a group should be reduced this way."""
-    return codec in ALL_REDUCED_CODECS and members >= SMALLEST
+    return codec in ALL_REDUCED_CODECS and members >= ALL_REDUCED
 
 
 class AllReduce:

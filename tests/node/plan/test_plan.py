@@ -26,7 +26,7 @@ from shoal.swarm.access.link import Link
 from shoal.swarm.errors import NetworkError, ShoalError
 from shoal.swarm.exchange import cost
 from shoal.swarm.exchange.cost import BUSY, GOOD, Line
-from shoal.swarm.exchange.group.reduction import SMALLEST, fits
+from shoal.swarm.exchange.group.reduction import fits
 from shoal.swarm.figures import amount
 from shoal.swarm.identity import Identity
 from shoal.swarm.p2p.reachability import DIAL_PROTOCOL, DialBackView
@@ -137,18 +137,36 @@ def test_late_application_follows_the_method():
 
 
 def test_groups_sum_what_the_exchange_sums():
-    assert cost.ALL_REDUCED == SMALLEST
     for outer in choices():
         work = work_of(outer, ModelTensors.of_count(1000), peers=8, step_s=1.0)
-        assert work.sums == fits(outer.codec, SMALLEST)
+        assert work.sums == fits(outer.codec, cost.ALL_REDUCED)
     for name in (*CODECS, "mod4", "auto:2", "float32+ef", "float16+matrices"):
-        assert fits(name, SMALLEST) == isinstance(codec_named(name), FloatCodec), name
+        is_float = isinstance(codec_named(name), FloatCodec)
+        assert fits(name, cost.ALL_REDUCED) == is_float, name
     assert not work_of(
         OuterSettings(method="diloco", robust="centered-clip"),
         ModelTensors.of_count(1),
         peers=8,
         step_s=1.0,
     ).sums
+
+
+def test_bytes_are_those_that_leave_a_node():
+    """Three payloads of a bit a value, or one of a pair's, are told beside a ring of four."""
+    made = {
+        (row.outer.method, row.outer.codec): row.json()
+        for row in found(params=64_000_000, peers=4, every=16)
+    }
+    bits = made["diloco", "sign+ef"]
+    whole = made["diloco", "float32"]
+    pair = made["noloco", "float32"]
+    assert bits["bytes_per_param_step"] == pytest.approx(3 * 1.03 / 8 / 16, rel=0.01)
+    assert bits["times_fewer"] == pytest.approx(248, abs=1)
+    assert (whole["bytes_per_param_step"], whole["times_fewer"]) == (6 / 16, 16)
+    assert (pair["bytes_per_param_step"], pair["times_fewer"]) == (4 / 16, 24)
+    assert bits["bytes_a_round"] == math.ceil(
+        cost.WIRE * 3 * codec_named("sign").nbytes([(64_000_000, 1)])
+    )
 
 
 def test_memory_is_what_was_measured():

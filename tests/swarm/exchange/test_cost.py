@@ -20,7 +20,10 @@ from shoal.swarm.exchange.cost import (
     forecast,
     least_every,
     members,
+    payload_sent,
+    per_param_step,
     sent,
+    times_fewer,
 )
 
 RECORD = Path(__file__).resolve().parents[3] / "bench" / "results" / "overlap.jsonl"
@@ -81,6 +84,33 @@ def test_members_of_a_group(peers, most, count):
 def test_bytes_of_a_round(task, payloads):
     assert sent(task) == math.ceil(cost.WIRE * payloads * 4 * PARAMS)
     assert sent(task) / task.computing_s == pytest.approx(cost.WIRE * payloads * 4 * PARAMS / 10)
+
+
+@pytest.mark.parametrize(("task", "payloads"), [
+    (replace(PAIR, peers=3), 1), (replace(ALL, peers=2), 1), (replace(ALL, peers=3), 2),
+    (replace(ALL, peers=4), 1.5), (replace(ALL, peers=4, sums=False), 3),
+    (replace(ALL, peers=3, costs=cost.Costs(all_reduced=2)), 4 / 3),
+])  # fmt: skip
+def test_payloads_that_leave_a_peer(task, payloads):
+    """A pair sends one payload, who gathers all others', who all-reduces what a ring does."""
+    assert payload_sent(task) == pytest.approx(payloads * 4 * PARAMS)
+    assert per_param_step(task, PARAMS) == pytest.approx(payloads * 4 / 100)
+    assert per_param_step(task, 2 * PARAMS) == pytest.approx(payloads * 2 / 100)
+
+
+@pytest.mark.parametrize(
+    ("task", "fewer"),
+    [
+        (replace(ALL, peers=4), 100),
+        (replace(ALL, peers=4, nbytes=PARAMS // 2, sums=False), 6 / (3 / 2) * 100),
+        (replace(PAIR, peers=8), 7 / 4 * 100),
+        (replace(ALL, peers=64, nbytes=PARAMS, sums=False), 8 * 63 / 64 / 31 * 100),
+        (replace(ALL, peers=1), None),
+        (replace(PAIR, group="nobody"), None),
+    ],
+)
+def test_bytes_are_held_against_a_ring_of_all_peers(task, fewer):
+    assert times_fewer(task, PARAMS) == (None if fewer is None else pytest.approx(fewer))
 
 
 def test_an_all_reduce_of_narrow_floats_returns_averages_in_float32():
