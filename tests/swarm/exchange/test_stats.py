@@ -73,7 +73,7 @@ def test_old_failures_are_forgotten_and_bounded():
     assert stats.exchange_s() == WINDOW - 1 - (RECENT - 1) / 2
 
 
-def test_two_good_exchanges_in_a_row_end_the_failures_with_a_peer():
+def test_two_good_exchanges_in_a_row_end_failures():
     """One of a line that breaks in every second exchange does not, nor one with somebody else."""
     stats = ExchangeStats()
     for round in (0, 10, 20):
