@@ -30,6 +30,7 @@ from shoal.swarm.training.factories import make_exchange, make_outer, make_scree
 from shoal.swarm.training.member import TrainingMember
 from shoal.swarm.training.round_steps import announced_speeds, round_length
 from shoal.swarm.training.shard import Shard
+from shoal.swarm.training.step_rate import Rates
 from shoal.swarm.wire.messages import Member
 from shoal.swarm.wire.record import State as DirectoryState
 from tests.sim.directory import EPOCH, SimDirectory
@@ -102,6 +103,7 @@ class SimPeer:
                 clock=world.network.loop.time,
             )
             self.member.serve()
+            self.member.records.rates = Rates(1 / self.step_s)
             self.opt.exchange, self.opt.run = self.exchange, self.swarm
 
     def start(self) -> None:
@@ -119,11 +121,10 @@ class SimPeer:
 
     def _record(self) -> Member:
         assert self.member is not None  # a peer that averages with nobody publishes nothing
-        fields = self.member.fields(self.state, None, 1 / self.step_s)
+        self.member.records.state = self.state
         return Member.model_validate(
             {
-                **fields,
-                **self.member.sync.diagnosis.details(),
+                **self.member.fields(self.member.record()),
                 "swarm": self.swarm,
                 "peer": self.identity.peer_id,
                 "addresses": (),

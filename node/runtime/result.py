@@ -4,7 +4,6 @@ sentences for people.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -78,11 +77,11 @@ class Result(NodeRecord):
             setattr(self, name, getattr(record, name))
 
 
-def summary(result: Result, folder: Path, training_loss: float | None) -> list[str]:
+def summary(result: Result, folder: Path) -> list[str]:
     """Return sentences about the end of a run for people: what came of it, where it is, and how to
     go on.
     """
-    lines = [_end(result, training_loss)]
+    lines = [_end(result)]
     if result.trained_alone:
         lines.append(result.trained_alone)
     own = sum(known["count"] for known in result.internal_errors.values())
@@ -108,7 +107,7 @@ def summary(result: Result, folder: Path, training_loss: float | None) -> list[s
     return [*lines, _left(result, folder)]
 
 
-def _end(result: Result, training_loss: float | None) -> str:
+def _end(result: Result) -> str:
     exchanges = result.exchanges
     loss = result.loss
     done = (
@@ -116,7 +115,7 @@ def _end(result: Result, training_loss: float | None) -> str:
         f"{exchanges.ended} exchanges with others"
     )
     if result.interrupted:
-        return f"stopped after {done}: training loss {_shown(training_loss)}"
+        return f"stopped after {done}: training loss {_shown(loss.training)}"
     first = ""
     if loss.held_out_first is not None:
         first = f", {_shown(loss.held_out_first)} at first"
@@ -124,7 +123,7 @@ def _end(result: Result, training_loss: float | None) -> str:
 
 
 def _shown(loss: float | None) -> str:
-    return f"{loss:.4f}" if loss is not None and math.isfinite(loss) else "unknown"
+    return f"{loss:.4f}" if loss is not None else "unknown"
 
 
 def _left(result: Result, folder: Path) -> str:

@@ -10,7 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -65,7 +65,6 @@ from shoal.swarm.training.member import TrainingMember
 from shoal.swarm.training.round_steps import announced_speeds
 from shoal.swarm.training.session_setup import until_started, waiting_for
 from shoal.swarm.training.shard import settled
-from shoal.swarm.training.step_rate import Rates
 
 if TYPE_CHECKING:
     from shoal.node.rl.rollout_sharing import RolloutSharing
@@ -166,15 +165,6 @@ class Arrival:
     """It begins with the weights of a swarm that is under way."""
 
 
-@dataclass(frozen=True)
-class Standing:
-    """The loss and the speed that a node last had, for the other members."""
-
-    loss: float | None = None
-    """The training loss, before the first report the held-out one, nats."""
-    rates: Rates = field(default_factory=Rates)
-
-
 class TrainingNode:
     """A node that has its folder, key and metrics: the rest of its life.
 
@@ -216,7 +206,6 @@ class TrainingNode:
         self._saved = saved
         self.metrics = metrics
         self._activity = activity
-        self._standing = Standing()
         memory_bound_gb = node.ram
         if node.slow_folder:
             memory_bound_gb = 0.0  # pages of files would count too
@@ -375,7 +364,7 @@ class TrainingNode:
         """Return the exchange of the last average, which answers others from now on."""
         fragments = self.trainer.whole.fragments
         last = LastAverage(self.membership, self.settings.outer, fragments, model)
-        last.announce = lambda: self.member.end(self._standing.loss, self._standing.rates)
+        last.announce = self.member.end
         last.say = self.display.message
         last.waiting = self._waiting_at_end
         last.ends_at(self.settings.train.steps or None)
@@ -550,7 +539,6 @@ class TrainingNode:
         # An evaluation takes as long as dozens of steps, and a newcomer's swarm is under way.
         if not arrival.newcomer:
             first = self._evaluate()
-            self._standing = Standing(first)
             self.member.records.lost(held_out_first=first, held_out=first)
         self._settle(arrival.seen)
         self.member.start_counting()
@@ -583,12 +571,12 @@ class TrainingNode:
                 self._save_whole_step()
             raise
         finally:
-            self.member.leave(self._standing.loss, self._standing.rates, trainer.final.report)
+            self.member.leave(trainer.final.report)
         self._conclude(result)
         self.metrics.write("end", **result.model_dump(mode="json"))
         save(result, self.options.folder, self.display.message)
         self.display.close()
-        for line in summary(result, self.options.folder, self._standing.loss):
+        for line in summary(result, self.options.folder):
             self.display.message(line)
         return result
 
@@ -678,7 +666,6 @@ class TrainingNode:
         return opt.steps, opt.round // opt.fragments
 
     def _on_progress(self, progress: Progress) -> None:
-        self._standing = Standing(progress.loss, progress.rates)
         self.display.update(progress)
         estimate = self._estimate.news(
             *self._done(),
@@ -688,9 +675,10 @@ class TrainingNode:
         if estimate:
             self.display.message(f"an estimate: at this speed {estimate}")
         self._tell_news()
-        self.member.announce("training", progress.loss, progress.rates)
+        self.member.records.rates = progress.rates
+        self.member.records.lost(training=progress.loss)
+        self.metrics.progress(self.member.announce("training"))
         self._link_file.refresh()
-        self.metrics.progress(self.member.record())
 
     def _after_step(self) -> None:
         opt = self.trainer.whole

@@ -23,7 +23,6 @@ from shoal.swarm.refusals import listed
 from shoal.swarm.repeats import Repeats
 from shoal.swarm.training.notice import Notice
 from shoal.swarm.training.partition_detector import PartitionDetector, some
-from shoal.swarm.wire.envelope import Sketch
 from shoal.swarm.wire.messages import Member
 
 ALONE_ROUNDS = 3
@@ -45,8 +44,7 @@ SAY_REFUSED_S = 60.0
 class Diagnosis:
     """The diagnosis of one node.
 
-    ``sketch`` gives a sketch of the slow weights (`shoal.swarm.state.resync`); ``clock``: seconds.
-    ``in_seconds``: the swarm's rounds last so many seconds.
+    ``clock``: seconds. ``in_seconds``: the swarm's rounds last so many seconds.
     """
 
     def __init__(
@@ -54,7 +52,6 @@ class Diagnosis:
         stats: ExchangeStats,
         directory: Directory,
         me: str,
-        sketch: Callable[[], Sketch | None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
         *,
         in_seconds: bool = False,
@@ -63,7 +60,6 @@ class Diagnosis:
         self.stats = stats
         self._directory = directory
         self._me = me
-        self._sketch = sketch
         self.absence = PartitionDetector(me)
         self._waits: deque[float] = deque(maxlen=RECENT)
         self._said = Repeats(clock)
@@ -227,15 +223,6 @@ class Diagnosis:
             f"{who}; to load other weights on purpose, call opt.restart_from_model() on all members"
         )
         self._news.append(Notice("weights", said))
-
-    def details(self) -> dict[str, Any]:
-        """Return the fields of this node's ``Member`` that have defaults."""
-        return {
-            **self.faults(),
-            **self.seconds(),
-            "internal_errors": self.stats.errors.total,
-            "sketch": self._sketch(),
-        }
 
     def seconds(self) -> dict[str, float]:
         """Return the fields of `shoal.swarm.wire.record.Exchanges` that are recent seconds."""

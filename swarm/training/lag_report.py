@@ -6,7 +6,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from shoal.optim import OuterOptimizer, RoundInfo, Steps
 from shoal.swarm.exchange.cost import BUSY
@@ -67,9 +67,6 @@ class LagReport:
             self._waits.append(wait_s)
         else:
             self._waits.clear()
-
-    def details(self) -> dict[str, Any]:
-        return {"lag_steps": self._opt.lag, "lag_auto": self._opt.lag_auto, "late": self.late}
 
     def news(self) -> list[Notice]:
         """Return a sentence, once, if the link does not carry the settings: exchanges take longer

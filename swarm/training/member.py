@@ -23,8 +23,8 @@ from shoal.swarm.training.outer_sync import OuterSync
 from shoal.swarm.training.record_keeper import RecordKeeper, RoundReport
 from shoal.swarm.training.round_totals import RoundTotals
 from shoal.swarm.training.shard import Shard
-from shoal.swarm.training.step_rate import Rates
-from shoal.swarm.wire.envelope import MAX_BYTES, rate, real, share
+from shoal.swarm.wire.envelope import MAX_BYTES, real
+from shoal.swarm.wire.messages import Member
 from shoal.swarm.wire.record import MAX_PARTNERS, TAIL, NodeRecord, Round
 from shoal.swarm.wire.record import State as DirectoryState
 
@@ -33,7 +33,16 @@ if TYPE_CHECKING:
 
 LEAVE_S = 2.0
 """To tell the swarm that this node leaves."""
-STANDING = Rates()
+
+
+def member_fields(record: NodeRecord) -> dict[str, Any]:
+    """Return the fields of `Member` that ``record`` has.
+
+    Those of the link are left out: `OwnRecord` has them as of the moment when it is published.
+    """
+    found = {**dict(record.progress), **dict(record.exchanges), **dict(record.faults)}
+    shared = {name: value for name, value in found.items() if name in Member.model_fields}
+    return {**shared, "loss": record.loss.training}
 
 
 class TrainingMember:
@@ -115,56 +124,39 @@ class TrainingMember:
             self.sync.begin_from(state)
         self.sync.begin()
 
-    def fields(
-        self, state: DirectoryState, loss: float | None, steps_per_s: float
-    ) -> dict[str, Any]:
-        """Return the fields of this peer's ``Member`` record, but for who it is and where."""
-        return {
+    def fields(self, record: NodeRecord) -> dict[str, Any]:
+        """Return the fields of this peer's `Member`, made of ``record``, but for who and where it
+        is.
+        """
+        fields = {
+            **member_fields(record),
             "name": self._name,
-            "round": self._opt.round,
-            "step": self._opt.steps,
-            "loss": real(loss),
-            "steps_per_s": rate(steps_per_s),
             "shard": self.shard.index,
             "shards": self.shard.of,
             "model": self._model,
-            "state": state,
             "version": SHOAL_VERSION,
-            "finished": self.records.finished,
-            "end": None if self._end is None else self._end.record(self._name),
+            "sketch": None if self._sync is None else self._sync.sketch(),
         }
+        if self._end is not None:
+            fields["end"] = self._end.record(self._name)
+            # A message has no room for all.
+            fields |= {"sketch": None, "missing_names": ()}
+        return fields
 
-    def announce(
-        self, state: DirectoryState, loss: float | None = None, rates: Rates = STANDING
-    ) -> None:
-        """Publish where training is and how fast: to those who watch, and in the directory.
+    def announce(self, state: DirectoryState) -> NodeRecord:
+        """Publish this node's record, to those who watch and in the directory, and return it.
 
         Returns at once.
         """
         self.records.state = state
-        self.records.rates = rates
-        self.records.lost(training=loss)
-        fields = self.fields(state, loss, rates.steps_per_s)
-        speed = {
-            "tokens_per_s": rate(rates.tokens_per_s),
-            "mfu": share(rates.mfu),
-            **self.lag_report.details(),
-        }
         record = self.record()
         if self.reporter is not None:
             self.reporter.progress(record)
-        faults = {
-            "daemon_restarts": record.faults.daemon_restarts,
-            "contributions_refused": record.faults.contributions_refused,
-        }
-        details = {} if self._sync is None else self._sync.diagnosis.details()
-        if self._end is not None:
-            # A record has no room for all.
-            details |= {"sketch": None, "missing_names": ()}
-        self._membership.directory.announce(**fields, **faults, **details, **speed)
+        self._membership.directory.announce(**self.fields(record))
+        return record
 
     def record(self) -> NodeRecord:
-        """Return this node's record as of now, with what was announced last."""
+        """Return this node's record as of now."""
         return self.records.record(None if self._sync is None else self._sync.diagnosis)
 
     def start_counting(self) -> None:
@@ -252,25 +244,20 @@ class TrainingMember:
         """
         return self.sync.at_rest()
 
-    def end(self, loss: float | None = None, rates: Rates = STANDING) -> None:
+    def end(self) -> None:
         """Tell the swarm at once that this node's last step is done: it is in no more rounds, and
         averages once more.
         """
         self.records.finished = True
-        self.announce("training", loss, rates)
+        self.announce("training")
         self._membership.directory.renew()
 
-    def leave(
-        self,
-        loss: float | None = None,
-        rates: Rates = STANDING,
-        end: EndReport | None = None,
-    ) -> None:
+    def leave(self, end: EndReport | None = None) -> None:
         """Announce that this node leaves, so that nobody waits for it; without an answer its record
         expires.
 
         ``end``: what the last average came to, for others to see.
         """
         self._end = end
-        self.announce("leaving", loss, rates)
+        self.announce("leaving")
         self._membership.directory.leave(LEAVE_S)

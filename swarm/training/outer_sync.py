@@ -83,11 +83,10 @@ class OuterSync:
             exchange.stats,
             membership.directory,
             me,
-            self._sketch,
             clock,
             in_seconds=membership.manifest.outer.round.startswith("seconds"),
         )
-        exchange.sketch = self._sketch
+        exchange.sketch = self.sketch
 
     def begin_from(self, state: State) -> None:
         """Take over the weights and the round of ``state``: of a swarm that is under way, or those
@@ -186,7 +185,8 @@ class OuterSync:
         applied = [min(applied, opt.round) for applied in opt.applied]
         return State(opt.round, slow, shared, applied, gathers=getattr(opt, "gathers", 0))
 
-    def _sketch(self) -> Sketch | None:
+    def sketch(self) -> Sketch | None:
+        """Return the newest sketch of the slow weights that others may compare theirs with."""
         # No peer should give way to diverged weights.
         return None if self._resynchronizer.diverged else self._drift.newest
 

@@ -20,7 +20,6 @@ model whose parameters have the same names and shapes.
 from __future__ import annotations
 
 import logging
-import math
 import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -178,8 +177,6 @@ class Session:
         self._round = -1
         self._since = 0
         self._waited = 0.0
-        self.rates = Rates()
-        """Recent speed, without what was spent waiting for others."""
         self._tokens = 0
         self._tokens_speed = StepRate()
         self._finished = self._closed = False
@@ -421,7 +418,7 @@ class Session:
         )
         if averages_at_end(self.settings):
             self._last = LastAverage(membership, self.settings, opt.fragments, self._digest)
-            self._last.announce = lambda: member.end(self._loss, self.rates)
+            self._last.announce = member.end
             self._last.say = log.info
         self._began_at = begin(
             membership, self._digest, opt, member, self._announce, first=self._first
@@ -463,21 +460,20 @@ class Session:
     def _announce(self, state: DirectoryState) -> None:
         assert self._member is not None
         self._measure(self._member)
-        self._member.announce(state, self._loss, self.rates)
+        self._member.announce(state)
 
     def _measure(self, member: TrainingMember) -> None:
         opt = self._opt
         assert opt is not None
+        member.records.lost(training=self._loss)
         now = time.monotonic()
         waited = member.exchange.waited
         if opt.steps > self._since:
             busy = now - self._announced - (waited - self._waited)
-            steps, tokens, self._tokens = (
-                opt.steps - self._since,
-                opt.tokens - self._tokens,
-                opt.tokens,
-            )
-            self.rates = Rates(self._speed.add(steps, busy), self._tokens_speed.add(tokens, busy))
+            steps_per_s = self._speed.add(opt.steps - self._since, busy)
+            tokens_per_s = self._tokens_speed.add(opt.tokens - self._tokens, busy)
+            member.records.rates = Rates(steps_per_s, tokens_per_s)
+            self._tokens = opt.tokens
         self._announced = now
         self._round = opt.round
         self._since = opt.steps
@@ -487,7 +483,7 @@ class Session:
         """Set this node's training loss, nats, that others see; one that is not finite is not
         sent.
         """
-        self._loss = float(loss) if math.isfinite(loss) else None
+        self._loss = float(loss)
 
     def _after_round(self, info: RoundInfo) -> None:
         self._together(partial(self._follow_round, info))
@@ -624,7 +620,7 @@ class Session:
                 ):
                     if said:
                         log.warning("%s", said)
-                self._member.leave(self._loss, self.rates, self.ended)
+                self._member.leave(self.ended)
         finally:
             self._closed = True
             if self._member is not None and self._member.reporter is not None:

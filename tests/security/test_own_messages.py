@@ -34,7 +34,7 @@ from shoal.swarm.state.snapshot import State, encode, make
 from shoal.swarm.topics.status import StatusReporter
 from shoal.swarm.topics.verification_log import LogReply, LogServer
 from shoal.swarm.training.diagnosis import Diagnosis
-from shoal.swarm.training.member import TrainingMember
+from shoal.swarm.training.member import TrainingMember, member_fields
 from shoal.swarm.training.record_keeper import RoundReport
 from shoal.swarm.training.shard import Shard
 from shoal.swarm.training.step_rate import Rates
@@ -48,6 +48,7 @@ from shoal.swarm.wire.messages import (
     Offer,
     SwarmsReply,
 )
+from shoal.swarm.wire.record import Exchanges, Faults, NodeRecord
 from shoal.verification.consensus.log import Log, decode_log
 from shoal.verification.consensus.log import encode as encode_log
 from shoal.verification.consensus.records import (
@@ -68,7 +69,8 @@ from shoal.verification.consensus.reputation import (
     Standing,
     Table,
 )
-from tests.support.message_kinds import good, kinds, largest
+from tests.support.message_kinds import kinds, largest
+from tests.support.records import ABOUT
 from tests.support.reporting_member import membership as watched
 
 ME, OTHER = Identity.ephemeral(), Identity.ephemeral()
@@ -110,10 +112,12 @@ def test_a_record_holds_whatever_training_comes_to(loss, speed, tokens, mfu, rou
     place = watched()
     member = member_of(place, round=round, steps=step)
     status = member.reporter = StatusReporter(place, "anna")
+    member.records.rates = Rates(speed, tokens, mfu)
+    member.records.lost(training=loss)
     if leaving:
-        member.leave(loss, Rates(speed, tokens, mfu))
+        member.leave()
     else:
-        member.announce("training", loss, Rates(speed, tokens, mfu))
+        member.announce("training")
     found = recorded(place.directory.said[0])
     shown = status.status()
     assert unpack(pack(shown), type(shown)) == shown
@@ -142,27 +146,9 @@ def test_a_record_holds_whatever_exchanges_come_to(events, waited):
             stats.done(key, peers[:1], event)
         else:
             stats.failed(key, peers[event[1]], event[0])
-    found = recorded(
-        {name: value for name, value in good(Member).model_dump().items() if name not in HELD},
-        **report.details(),
-    )
+    record = NodeRecord(exchanges=Exchanges(**report.seconds()), faults=Faults(**report.faults()))
+    found = recorded({**ABOUT, **member_fields(record)})
     assert found.recent == min(len(events), WINDOW)
-
-
-HELD = {
-    "swarm",
-    "peer",
-    "addresses",
-    "issued",
-    "exchange_s",
-    "recent",
-    "failures",
-    "blamed",
-    "round_wait_s",
-    "sketch",
-    "partnerless",
-    "internal_errors",
-}
 
 
 @given(bytes_moved, bytes_moved, st.floats(0, 1e9), anything, st.lists(anything, max_size=20))

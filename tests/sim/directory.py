@@ -13,6 +13,7 @@ import asyncio
 import math
 import random
 from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import NamedTuple, cast
 
 from shoal.swarm.membership.bucket_index import Index
@@ -22,6 +23,7 @@ from shoal.swarm.membership.records import bits_of, make_record
 from shoal.swarm.membership.room import MAX_IN_VIEW
 from shoal.swarm.membership.trie import CAP, Names
 from shoal.swarm.wire.messages import Member
+from shoal.swarm.wire.record import LinkUse
 from tests.sim.memory_stream import NOTHING
 from tests.sim.network import SimHost, SimNetwork
 
@@ -113,6 +115,7 @@ class SimDirectory:
         self._size: int | None = None
         self._pressing = self._curious = False
         self._wake = asyncio.Event()
+        self.own_record = SimpleNamespace(link=LinkUse)
         self.nbytes = self.calls = 0
         """Bytes of records read and stored, and keys that were read or stored to."""
 

@@ -329,6 +329,7 @@ class SimHost:
         )
         self.traffic = TrafficMeter()
         self.internal_errors = InternalErrors(network.loop.time)
+        self.restarts = 0
         self.resource_manager = ResourceManager(clock=network.loop.time)
         """Refuses no peer: it only counts."""
         self.free = 0.0

@@ -94,8 +94,14 @@ class Node:
         for node in self.everybody:
             if not self.cut.between(self.id, node.id):
                 record = self.network.member(node.id, node.opt.round)
+                sync = node.outer_sync
                 made[node.id] = record.model_copy(
-                    update={**node.outer_sync.diagnosis.details(), "issued": float(node.opt.steps)}
+                    update={
+                        **sync.diagnosis.seconds(),
+                        **sync.diagnosis.faults(),
+                        "sketch": sync.sketch(),
+                        "issued": float(node.opt.steps),
+                    }
                 )
         return made
 

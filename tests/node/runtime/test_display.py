@@ -254,9 +254,9 @@ def test_end_report_says_how_to_go_on():
     made = result(
         progress=record.Progress(step=50),
         exchanges=record.Exchanges(rounds=5, ended=20, with_partner=16),
-        loss=record.Loss(held_out_first=4.0, held_out=2.5),
+        loss=record.Loss(training=2.25, held_out_first=4.0, held_out=2.5),
     )
-    done, where = summary(made, Path("runs/a"), 2.25)
+    done, where = summary(made, Path("runs/a"))
     assert (
         done
         == "finished after 50 steps and 5 rounds, 16 of 20 exchanges with others: held-out loss "
@@ -267,16 +267,17 @@ def test_end_report_says_how_to_go_on():
         "--resume and more"
     )
     made.interrupted = True
-    done, where = summary(made, Path("runs/a"), 2.25)
+    done, where = summary(made, Path("runs/a"))
     assert (
         done
         == "stopped after 50 steps and 5 rounds, 16 of 20 exchanges with others: training loss "
         "2.2500"
     )
     assert where.endswith("the same command with --resume goes on from there")
-    assert summary(made, Path(), math.nan)[0].endswith("training loss unknown")
+    made.loss = record.Loss(held_out_first=4.0)
+    assert summary(made, Path())[0].endswith("training loss unknown")
     made.exchanges = record.Exchanges(ended=20, lag_steps=7, lag_auto=True, late=2, wait_s=1.25)
-    assert summary(made, Path(), 1.0)[1] == (
+    assert summary(made, Path())[1] == (
         "training went on for 7 steps (auto) during an exchange; 2 of 20 came later, and training "
         "waited 1.25 s for the network"
     )
@@ -298,7 +299,7 @@ def test_unsaved_end_is_no_resume_point(tmp_path, there, way):
         f"metrics.jsonl and result.json are in {str(tmp_path)!r}, but not the end of this run; "
         f"{way}"
     )
-    assert summary(made, tmp_path, 1.0)[-1] == said
+    assert summary(made, tmp_path)[-1] == said
 
 
 def test_a_round_that_overlapped_shows_its_lag():

@@ -22,6 +22,7 @@ from shoal.swarm.training.diagnosis import (
 )
 from shoal.swarm.training.lag_report import LATE_ROUNDS, LagReport
 from shoal.swarm.training.partition_detector import CONFIRM_S, PartitionDetector
+from shoal.swarm.wire.record import Exchanges, Faults
 from tests.support.clock import Clock
 from tests.support.records import member_of
 
@@ -34,7 +35,7 @@ def member(peer, **changes):
     return member_of(peer, **{"name": name, "issued": 1.0, **changes})
 
 
-def diagnosed(everyone=dict, sketch=lambda: None):
+def diagnosed(everyone=dict):
     """A diagnosis of a node that has the members that ``everyone`` returns in view, and its
     clock.
     """
@@ -42,14 +43,14 @@ def diagnosed(everyone=dict, sketch=lambda: None):
     directory = SimpleNamespace(
         members=everyone, everyone=everyone, departed=dict, belongs=lambda peer: True
     )
-    return Diagnosis(ExchangeStats(), directory, ME, sketch, clock), clock
+    return Diagnosis(ExchangeStats(), directory, ME, clock), clock
 
 
 def test_the_record_holds_what_went_wrong_and_who_is_missing():
     there = {peer: member(peer) for peer in (ME, ANNA, BERT)}
-    diagnosis, clock = diagnosed(lambda: there, sketch=lambda: (3, 0, (1.0, 2.0, 3.0, 4.0)))
+    diagnosis, clock = diagnosed(lambda: there)
     assert diagnosis.news() == []
-    assert member(ME, **diagnosis.details()).round_wait_s == 0.0
+    assert Exchanges(**diagnosis.seconds()).round_wait_s == 0.0
     diagnosis.stats.failed(RoundKey("run", 1), ANNA, "timeout")
     for seconds in [9.0, *[0.5] * RECENT]:
         diagnosis.waited(seconds)
@@ -62,14 +63,11 @@ def test_the_record_holds_what_went_wrong_and_who_is_missing():
     assert said.startswith(
         "a partition is suspected: 2 of 3 members vanished within 0 s (anna, bert)"
     )
-    record = member(ME, **diagnosis.details())
-    assert (record.round_wait_s, record.failures, record.blamed) == (
-        0.5,
-        (("timeout", 1),),
-        ((ANNA, "timeout", 1),),
-    )
-    assert (record.missing, record.missing_of, record.missing_names) == (2, 3, ("anna", "bert"))
-    assert record.sketch == (3, 0, (1.0, 2.0, 3.0, 4.0))
+    assert Exchanges(**diagnosis.seconds()).round_wait_s == 0.5
+    faults = Faults(**diagnosis.faults())
+    assert faults.failures == (("timeout", 1),)
+    assert faults.blamed == ((ANNA, "timeout", 1),)
+    assert (faults.missing, faults.missing_of, faults.missing_names) == (2, 3, ("anna", "bert"))
 
 
 def test_strangers_that_vanish_are_forgotten_beyond_a_number():
@@ -160,7 +158,8 @@ def alone():
     return SimpleNamespace(
         exchange=exchange,
         members=members,
-        details=diagnosis.details,
+        partnerless=lambda: diagnosis.faults()["partnerless"],
+        errors=stats.errors,
         trained_alone=diagnosis.trained_alone,
     )
 
@@ -192,11 +191,7 @@ def test_an_error_of_its_own_is_no_missing_partner(alone):
     assert [alone.exchange(error=planted, about="partner") for _ in range(2 * ALONE_ROUNDS)] == [
         []
     ] * 6
-    details = alone.details()
-    assert (details["partnerless"], details["internal_errors"]) == (
-        None,
-        1 + 2 * ALONE_ROUNDS,
-    )
+    assert (alone.partnerless(), alone.errors.total) == (None, 1 + 2 * ALONE_ROUNDS)
     assert alone.trained_alone(1) == (
         "this node trained alone though others were there: an error in its own code, and not in "
         f"the network, ended 7 of 7 exchanges (RuntimeError: planted); {where}"
@@ -246,9 +241,9 @@ def test_partnerless_rounds_are_said_once(
         "without; its machine or its link is too slow, or asleep: free it, or leave it out"
     ]
     assert [alone.exchange(kind="timeout") for _ in range(20)] == [[]] * 20
-    assert alone.details()["partnerless"] == ("timeout", 23)
+    assert alone.partnerless() == ("timeout", 23)
     assert alone.exchange(BERT) == ["rounds have partners again, after 23 without"]
-    assert alone.details()["partnerless"] is None
+    assert alone.partnerless() is None
     assert alone.exchange(BERT) == []
     assert [len(alone.exchange(kind="timeout")) for _ in range(2 * ALONE_ROUNDS)] == [
         0,
@@ -399,14 +394,12 @@ def optimizer(lag=10, lag_auto=True, every=10):
     )
 
 
-def test_it_reports_the_present_lag_and_counts_what_came_late():
-    opt = optimizer(lag=3)
-    report = LagReport(opt)
-    assert report.details() == {"lag_steps": 3, "lag_auto": True, "late": 0}
+def test_it_counts_what_came_late():
+    report = LagReport(optimizer(lag=3))
+    assert report.late == 0
     for late in (True, False, True):
         over(report, late=late)
-    opt.lag = 4
-    assert report.details() == {"lag_steps": 4, "lag_auto": True, "late": 2}
+    assert report.late == 2
 
 
 def test_long_exchanges_warn_once():

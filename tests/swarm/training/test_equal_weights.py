@@ -198,7 +198,7 @@ def test_common_restart_keeps_loaded_weights(
         module.load_state_dict(model(5).state_dict())
         opt.restart_from_model()
         train(opt, module, data, 1)
-        assert (session._member.sync.diagnosis.details()["sketch"], resynchronizer.diverged) == (
+        assert (session._member.sync.sketch(), resynchronizer.diverged) == (
             None,
             False,
         )

@@ -15,12 +15,13 @@ from shoal.swarm.training.last_average import EndReport
 from shoal.swarm.training.member import LEAVE_S, TrainingMember
 from shoal.swarm.training.shard import Shard
 from shoal.swarm.training.step_rate import Rates
-from shoal.swarm.wire.messages import MemberEnd
-from shoal.swarm.wire.record import LinkUse, Loss, Progress, Round
+from shoal.swarm.wire.messages import Member, MemberEnd
+from shoal.swarm.wire.record import Faults, LinkUse, Loss, Progress, Round
 
 BERT = "12D3KooWbert"
 LINK = LinkUse(bytes_sent=100, reach="direct")
 LAG = {"lag_steps": 7, "lag_auto": True, "late": 0}
+SKETCH = (1, 0, (0.5,) * 4)
 
 
 class Recorder:
@@ -36,16 +37,15 @@ class Recorder:
 @pytest.fixture
 def world():
     calls, traffic, waits = [], SimpleNamespace(sent=100, received=50, rate=lambda: None), []
-    details = {"round_wait_s": 0.5}
     peers = Recorder("directory", calls)
     peers.members = peers.everyone = lambda: members
     peers.own_record = SimpleNamespace(link=lambda: LINK)
     diagnosis = Diagnosis(stats := ExchangeStats(), peers, "anna")
-    diagnosis.waited, diagnosis.details, diagnosis.rejected = (
-        waits.append,
-        lambda: details,
-        lambda updates: None,
-    )
+    faults = {}
+    diagnosis.waited = waits.append
+    diagnosis.seconds = lambda: {"round_wait_s": 0.5}
+    diagnosis.faults = lambda: faults
+    diagnosis.rejected = lambda updates: None
     rejected, met, members = [], {}, {}
     member = TrainingMember(
         SimpleNamespace(
@@ -78,6 +78,7 @@ def world():
     def serve():
         sync = Recorder("sync", calls)
         sync.diagnosis = diagnosis
+        sync.sketch = lambda: SKETCH
         member._sync = sync
 
     return SimpleNamespace(
@@ -85,7 +86,7 @@ def world():
         calls=calls,
         traffic=traffic,
         waits=waits,
-        details=details,
+        faults=faults,
         rejected=rejected,
         serve=serve,
         screen=screen,
@@ -102,31 +103,33 @@ def test_unserved_member_announces_no_details(
     world,
 ):
     """Before it serves a member announces no details and without a reporter sends no status."""
-    world.member.announce("waiting")
+    record = world.member.announce("waiting")
     ((name, args, fields),) = world.calls
     assert (name, args) == ("directory.announce", ())
     assert {key: value for key, value in fields.items() if key != "version"} == {
-        "name": "anna",
-        "round": 3,
-        "step": 30,
-        "loss": None,
-        "steps_per_s": 0.0,
-        "shard": 1,
-        "shards": 4,
-        "model": "digest",
-        "state": "waiting",
-        "tokens_per_s": 0.0,
-        "mfu": None,
-        "finished": False,
-        "daemon_restarts": 2,
-        "contributions_refused": 0,
-        "end": None,
-        **LAG,
+        **{"name": "anna", "shard": 1, "shards": 4, "model": "digest", "sketch": None},
+        **{"state": "waiting", "round": 3, "step": 30, "finished": False},
+        **{"loss": None, "steps_per_s": 0.0, "tokens_per_s": 0.0, "mfu": None},
+        **{"exchange_s": 0.0, "round_wait_s": 0.0, **LAG},
+        **dict(Faults(daemon_restarts=2)),
     }
+    assert record == world.member.record()
+
+
+def test_announced_fields_are_those_of_the_message(world):
+    """Of the record, all that `Member` has under the same name but what the link adds later."""
+    world.serve()
+    world.faults["missing_names"] = ("carl",)
+    world.member.announce("training")
+    fields = world.calls[0][2]
+    of_the_network = {"swarm", "peer", "addresses", "issued", "admission", "change"}
+    unset = {*of_the_network, *LinkUse.model_fields, "end"}
+    assert set(fields) == set(Member.model_fields) - unset
+    assert (fields["sketch"], fields["missing_names"]) == (SKETCH, ("carl",))
 
 
 def test_the_end_takes_the_room_of_other_details(world):
-    world.details |= {"sketch": (1, 0, (0.5,) * 4), "missing_names": ("carl",)}
+    world.faults["missing_names"] = ("carl",)
     world.serve()
     world.member.leave(end=EndReport(("anna", "bert"), loss_before=2.5, loss_after=2.25))
     fields = world.calls[0][2]
@@ -137,7 +140,9 @@ def test_the_end_takes_the_room_of_other_details(world):
 def test_leaving_is_announced_first_with_the_last_loss_and_speed(world):
     world.serve()
     world.member.reporter = Recorder("reporter", world.calls)
-    world.member.leave(1.5, Rates(2.0, 64.0, 0.5))
+    world.member.records.rates = Rates(2.0, 64.0, 0.5)
+    world.member.records.lost(training=1.5)
+    world.member.leave()
     assert [name for name, _, _ in world.calls] == [
         "reporter.progress",
         "directory.announce",
@@ -159,7 +164,7 @@ def test_leaving_is_announced_first_with_the_last_loss_and_speed(world):
     assert (record.link, record.faults.daemon_restarts) == (LINK, 2)
     fields = world.calls[1][2]
     assert (fields["state"], fields["loss"], fields["steps_per_s"]) == ("leaving", 1.5, 2.0)
-    assert {**world.details, "tokens_per_s": 64.0, "mfu": 0.5, **LAG}.items() <= fields.items()
+    assert {"tokens_per_s": 64.0, "mfu": 0.5, **LAG}.items() <= fields.items()
     assert world.calls[2][1] == (LEAVE_S,)
 
 
