@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from shoal.swarm.errors import ShoalError, printable
 
@@ -27,7 +27,6 @@ Place = Literal[
     "exchange", "codec", "screen", "trial", "stream", "gossip", "directory", "clock", "weights",
     "status", "network", "verification",
 ]  # fmt: skip
-PLACES: tuple[Place, ...] = get_args(Place)
 WHAT: dict[Place, str] = {
     "exchange": "in an exchange",
     "codec": "decoding a partner's contribution",

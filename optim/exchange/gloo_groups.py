@@ -7,7 +7,6 @@ Who the members are, and whether their mean counts: `shoal.optim.exchange.store_
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -36,9 +35,6 @@ from shoal.optim.exchange.polling import Pause
 from shoal.optim.exchange.store_consensus import ProcessCoordinates, RoundTicket
 from shoal.optim.exchange.update_screen import TRUSTING
 from shoal.optim.exchange.weighted_mean import counted_weights
-
-logger = logging.getLogger(__name__)
-
 
 CONNECT_S = 10.0
 """Seconds in which the members of a gloo group must connect."""

@@ -252,9 +252,6 @@ class OuterState(Wrapper):
         """That of the first fragment; each of the others has its own of the same name."""
         return self._fragments[0].codec
 
-    def codec_of(self, fragment: int) -> Codec:
-        return self._fragments[fragment].codec
-
     @property
     def listens(self) -> bool:
         """True if the next contribution of a fragment has weight 0 (``listen``)."""

@@ -20,7 +20,7 @@ BISECTIONS = 20
 
 
 def warn_if_unstable(
-    lr: float, momentum: float, lag: int, *, nesterov: bool, fresh: float = 0.0, stacklevel: int = 3
+    lr: float, momentum: float, lag: int, *, nesterov: bool, fresh: float = 0.0
 ) -> None:
     """Warn, naming the knob to change, if ``lr`` is at or above the ``limit`` (lr 0 never is)."""
     largest = limit(momentum, lag, nesterov=nesterov, fresh=fresh)
@@ -35,7 +35,7 @@ def warn_if_unstable(
     warnings.warn(
         f"outer lr {lr:g} with momentum {momentum:g}{late} may diverge where the inner steps "
         f"have converged: {mend}",
-        stacklevel=stacklevel,
+        stacklevel=3,
     )
 
 

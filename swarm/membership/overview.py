@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Iterable, Mapping
 from statistics import fmean, median
@@ -15,9 +14,6 @@ from shoal.swarm.manifest import Manifest
 from shoal.swarm.membership.health_report import health_report
 from shoal.swarm.wire.messages import Member
 from shoal.swarm.wire.record import Exchanges, Faults, Group, LinkUse, Progress
-
-log = logging.getLogger(__name__)
-
 
 GROUPS: dict[str, type[Group]] = {
     "progress": Progress,

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import ipaddress
-import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import median_low
@@ -119,6 +118,3 @@ def of_ranges(values: Iterable[tuple[str, N]], met: Mapping[str, str]) -> list[N
     return one_each((met[peer], value) for peer, value in every if met.get(peer)) or [
         value for _, value in every
     ]
-
-
-log = logging.getLogger(__name__)

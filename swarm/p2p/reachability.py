@@ -20,7 +20,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
-import logging
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -33,9 +32,6 @@ from shoal.swarm.p2p.addresses import is_loopback, is_public_host
 from shoal.swarm.p2p.rate_limit import RateLimit, TokenBuckets
 from shoal.swarm.p2p.stream import Stream
 from shoal.swarm.wire.envelope import Message, Moment, Nonce, Reach, pack, unpack
-
-log = logging.getLogger(__name__)
-
 
 DIAL_PROTOCOL = "/shoal/dial-back/1"
 MESSAGE_S = 5.0  # for one small message

@@ -8,7 +8,6 @@ round's weights offer the same id without coordination.
 from __future__ import annotations
 
 import hashlib
-import logging
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -183,6 +182,3 @@ def read(snapshot: Snapshot, extra: Mapping[str, Sequence[Shape]]) -> State:
 
 def shapes_digest(shapes: Sequence[Shape]) -> bytes:
     return hashlib.sha256(pack_shapes(tuple(shapes))).digest()
-
-
-log = logging.getLogger(__name__)

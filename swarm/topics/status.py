@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import threading
 import time
 from collections import deque
@@ -107,8 +106,6 @@ class Status(Message, NodeRecord):
     rounds: Annotated[tuple[Round, ...], Field(max_length=ROUNDS)] = ()
     projection: Projection | None = None
 
-
-log = logging.getLogger(__name__)
 
 GAP_S = 0.5  # seconds between two statuses of a node, at least
 BEAT_S = 1.0  # seconds after which a node sends its status again, though no round has ended

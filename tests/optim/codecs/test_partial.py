@@ -218,9 +218,9 @@ def test_each_fragment_has_flags_of_its_own():
         codec=codec_named("e3m0+hidden+ef"),
         fragments=fragments,
     )
-    whole = [streaming.codec_of(fragment).codec.whole for fragment in range(2)]
+    whole = [streaming._fragments[fragment].codec.codec.whole for fragment in range(2)]
     assert whole == [(False, True), (True, True, True)]
-    assert streaming.codec_of(0) is not streaming.codec_of(1)
+    assert streaming._fragments[0].codec is not streaming._fragments[1].codec
 
 
 def test_without_a_model_nobody_knows_which_are_embeddings():

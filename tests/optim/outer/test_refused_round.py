@@ -90,7 +90,9 @@ class Drifting:
         residual = []
         for fragment in range(self.opt.fragments):
             part = self.opt.positions(fragment)
-            residual += self.opt.codec_of(fragment).error or [torch.zeros(SHAPES[i]) for i in part]
+            residual += self.opt._fragments[fragment].codec.error or [
+                torch.zeros(SHAPES[i]) for i in part
+            ]
         for weight, error, learnt in zip(self.weights, residual, self.learnt, strict=True):
             torch.testing.assert_close(error.double() - weight.double(), learnt, rtol=0, atol=1e-4)
 
@@ -170,7 +172,7 @@ def test_with_a_fading_memory_a_refused_round_only_fades_it():
 def test_cancelling_an_exchange_in_flight_gives_back_its_contribution():
     world = Drifting(DiLoCoRule(), Streaming(EVERY, 2, 1), codec_named("e3m0+ef"), ["yes"] * 9, 3)
     world.train(2)
-    codec = world.opt.codec_of(1)
+    codec = world.opt._fragments[1].codec
     assert isinstance(codec, ErrorFeedback)
     assert codec.pending
     world.opt.adopt([tensor.clone() for tensor in world.opt.slow], round=5)

@@ -136,7 +136,7 @@ def sparse(steps, codec="topk2+ef:0.95", inputs=300, make=SparseLoCo, **options)
 
 def all_of(opt):
     """Return copies of all that loading may change, the codec's residual included."""
-    codecs = [opt.codec_of(fragment).state_dict() for fragment in range(opt.fragments)]
+    codecs = [opt._fragments[fragment].codec.state_dict() for fragment in range(opt.fragments)]
     return copy.deepcopy([opt.state_dict(), opt.length.state_dict(), codecs])
 
 

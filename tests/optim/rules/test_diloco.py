@@ -266,8 +266,8 @@ def test_residual_is_kept_per_fragment(lab):
         codec=codec,
         fragments=[weights[:1], weights[1:]],
     )
-    assert opt.codec_of(0) is codec
-    assert opt.codec_of(1) is not codec
+    assert opt._fragments[0].codec is codec
+    assert opt._fragments[1].codec is not codec
 
 
 PACE, TIMES, LR, BETA = 4, 12, 0.9, 0.95
