@@ -12,7 +12,7 @@ from typing import Any
 
 from shoal.optim.outer.rule import kind_of
 from shoal.optim.outer.state import OuterState
-from shoal.optim.schedule.schedules import Every, Schedule, Streaming
+from shoal.optim.schedule.schedules import Every, Schedule, SentAhead, Streaming
 
 
 def config_diff(mine: OuterState, other: OuterState) -> str | None:
@@ -69,6 +69,9 @@ def _group_difference(mine: OuterState, other: OuterState) -> str | None:
 
 
 def _without_lag(schedule: Schedule) -> Schedule:
+    # With it what is sent ahead would be sent at other steps.
+    if isinstance(schedule, SentAhead):
+        return schedule
     if isinstance(schedule, (Every, Streaming)):
         return Streaming(schedule.every, getattr(schedule, "fragments", 1))
     return schedule

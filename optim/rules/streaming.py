@@ -18,7 +18,7 @@ from shoal.optim.outer.optimizer import OuterOptimizer
 from shoal.optim.outer.options import Fragments, Options, cut
 from shoal.optim.rules.diloco import DiLoCoRule
 from shoal.optim.rules.stability import warn_if_unstable
-from shoal.optim.schedule.schedules import Lag, Streaming
+from shoal.optim.schedule.schedules import Lag, SentAhead, Streaming
 
 if TYPE_CHECKING:
     from typing import Unpack
@@ -36,6 +36,9 @@ class StreamingDiLoCo(OuterOptimizer):
             lists of modules and parameters), the same on all peers. Without ``model``, on all
             peers, that number of lists of about equally many values, whatever the layer.
         lag: inner steps; "auto": as soon as a mean is there (``AutoLag``).
+        phase: what falls on a fragment's step of a round, ``every / fragments`` after the last
+            one's: "send", or "apply" as in torchft, which sends it ``lag`` steps before
+            (``SentAhead``; not with lag "auto").
         mix: "keep", or the part of the fast weights that stays (``DiLoCoRule``).
         lr: outer learning rate.
         momentum: outer momentum, each fragment's its own.
@@ -50,6 +53,7 @@ class StreamingDiLoCo(OuterOptimizer):
         every: int = 100,
         fragments: Fragments = 4,
         lag: Lag = DEFAULT_LAG,
+        phase: Literal["send", "apply"] = "send",
         mix: float | Literal["keep"] = "keep",
         lr: float = 0.7,
         momentum: float = 0.6,
@@ -57,7 +61,10 @@ class StreamingDiLoCo(OuterOptimizer):
     ) -> None:
         parts = cut(fragments, inner, exchange, options)
         warn_if_unstable(lr, momentum, 0, nesterov=True)
-        schedule = Streaming(every, len(parts) if parts else 1, lag)
+        if phase not in ("send", "apply"):
+            raise ValueError(f"phase must be send or apply, got {phase!r}")
+        timing = SentAhead if phase == "apply" else Streaming
+        schedule = timing(every, len(parts) if parts else 1, lag)
         super().__init__(
             inner,
             exchange,

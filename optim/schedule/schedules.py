@@ -102,6 +102,44 @@ class Streaming:
 
 
 @dataclass(frozen=True)
+class SentAhead(Streaming):
+    """Schedule in torchft's phase: a fragment is applied where ``Streaming`` sends it, and sent
+    ``lag`` steps before, after the fragment before it was applied. All peers have the same lag.
+
+        SentAhead(every=100, fragments=4, lag=5).at(20)   # [Send(0)]
+        SentAhead(every=100, fragments=4, lag=5).at(25)   # [Apply(0, 5)]
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.lag == "auto":
+            raise ValueError(
+                "a fragment that is sent ahead needs a lag in steps, and auto is known only "
+                "afterwards: give a number"
+            )
+        share = self.every // self.fragments
+        if self.lag >= share:
+            raise ValueError(
+                f"a fragment that is sent ahead needs a lag below its share of a round ({share} "
+                f"steps), got {self.lag}: choose a shorter lag, a longer every or fewer fragments"
+            )
+
+    def at(self, step: int) -> list[Send | Apply]:
+        """Send first, so that the network can begin, then apply."""
+        assert self.lag != "auto"
+        actions: list[Send | Apply] = []
+        if step < 1:
+            return actions
+        sent = _due(step + self.lag, self.every, self.fragments)
+        if sent is not None:
+            actions.append(Send(sent))
+        applied = _due(step, self.every, self.fragments)
+        if applied is not None:
+            actions.append(Apply(applied, self.lag))
+        return actions
+
+
+@dataclass(frozen=True)
 class Delayed:
     """Schedule like ``Streaming``, but a mean is applied a whole round later, when its fragment is
     sent again (CO2, eager updates).

@@ -89,6 +89,7 @@ def test_settings_know_every_method_and_knob():
     # rest of CO2 is for experiments.
     assert {knob for method in METHODS.values() for knob in method.knobs} == {
         *KNOBS, "nesterov", "keep", "penalty", "clip", "pull", "mix", "part",
+        "phase",
     }  # fmt: skip
     assert set(VALUES) == set(KNOBS)
 

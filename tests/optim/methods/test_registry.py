@@ -202,7 +202,10 @@ OTHER = {
     "part": 0.5,
     "keep": True,
     "nesterov": False,
+    "phase": "apply",
 }
+NEEDED = {"phase": {"lag": 3}}
+"""What a knob's other value needs besides."""
 
 
 @pytest.fixture
@@ -232,7 +235,15 @@ def test_every_setting_makes_a_difference(method, module):
                     is None
                 )
             continue
-        assert config_diff(made(method, module, **{knob: OTHER[knob]}), twin) is not None, knob
+        other = made(method, module, **{knob: OTHER[knob]}, **NEEDED.get(knob, {}))
+        assert config_diff(other, twin) is not None, knob
+
+
+def test_what_is_sent_ahead_has_one_lag(module):
+    """With another lag it would be sent at other steps, unlike what is applied later."""
+    ahead = [made("streaming", module, phase="apply", lag=lag) for lag in (2, 2, 3)]
+    assert config_diff(ahead[0], ahead[1]) is None
+    assert config_diff(ahead[0], ahead[2]) == "lag is 2 and not 3"
 
 
 def test_methods_codecs_weights_lengths_and_buffers_are_distinguished(module):

@@ -26,6 +26,7 @@ from shoal.optim import (
     StreamingDiLoCo,
     strided,
 )
+from shoal.optim.schedule.schedules import SentAhead
 from tests.optim.references import streaming
 
 EVERY = 6
@@ -131,6 +132,39 @@ def test_6_fragments_are_evenly_spaced(every, fragments, lag):
     for step in range(1, 3 * every + 1):
         sent = [a.fragment for a in schedule.at(step) if isinstance(a, Send)]
         assert delayed.at(step) == [action for f in sent for action in (Send(f), Apply(f, every))]
+
+
+@given(every=st.integers(1, 40), fragments=st.integers(1, 40), lag=st.integers(0, 39))
+def test_sent_ahead_applies_on_the_fragments_steps(every, fragments, lag):
+    """Each fragment is applied where it would be sent, and sent the lag before, once a round."""
+    fragments = min(fragments, every)
+    if lag >= every // fragments:
+        with pytest.raises(ValueError, match=r"lag must be at least 0|below its share of a round"):
+            SentAhead(every, fragments, lag)
+        return
+    usual, ahead = Streaming(every, fragments, lag), SentAhead(every, fragments, lag)
+    under_way = {}
+    for step in range(-every, 3 * every + 1):
+        due = [action.fragment for action in usual.at(step) if isinstance(action, Send)]
+        later = [action.fragment for action in usual.at(step + lag) if isinstance(action, Send)]
+        sends = [Send(fragment) for fragment in later if step > 0]
+        for action in sends:
+            assert action.fragment not in under_way
+            under_way[action.fragment] = step
+        applies = [Apply(fragment, lag) for fragment in due]
+        for action in applies:
+            assert under_way.pop(action.fragment) == step - lag
+        assert ahead.at(step) == sends + applies
+    if lag == 0:
+        assert all(ahead.at(step) == usual.at(step) for step in range(3 * every))
+
+
+def test_what_is_sent_ahead_needs_a_number():
+    with pytest.raises(ValueError, match="needs a lag in steps, and auto is known only afterwards"):
+        SentAhead(6, 2, "auto")
+    weights = [torch.nn.Parameter(torch.zeros(2))]
+    with pytest.raises(ValueError, match="phase must be send or apply, got 'late'"):
+        StreamingDiLoCo(torch.optim.SGD(weights), Alone(), fragments=1, lag=1, phase="late")
 
 
 def test_7_transport_within_the_lag_is_free(lab):

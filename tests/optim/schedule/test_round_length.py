@@ -32,6 +32,7 @@ from shoal.optim.exchange.base import Exchange, Handle, Mean
 from shoal.optim.rules.diloco import DiLoCoRule
 from shoal.optim.schedule.agreed_seconds import GRID, LONGEST_S, SHORTEST_S, STEPS, agreed_seconds
 from shoal.optim.schedule.auto_lag import WINDOW, AutoLag
+from shoal.optim.schedule.schedules import SentAhead
 from tests.support.outer_training import Recording
 
 
@@ -204,7 +205,8 @@ def bits(weights, opt):
 
 
 @pytest.mark.parametrize(
-    "schedule", [Every(6), Streaming(6, 3, 0), Streaming(6, 3, 4), Delayed(6, 3)]
+    "schedule",
+    [Every(6), Streaming(6, 3, 0), Streaming(6, 3, 4), SentAhead(6, 2, 2), Delayed(6, 3)],
 )
 def test_one_batch_of_tokens_equals_steps(schedule):
     """Tokens of one batch a position are the same bits as steps."""
@@ -224,7 +226,7 @@ def test_one_batch_of_tokens_equals_steps(schedule):
 def test_resumed_token_run_is_bit_equal(batches, data):
     """A run of tokens resumed at any step ends with the same bits."""
     at = data.draw(st.integers(0, len(batches)))
-    schedule = data.draw(st.sampled_from([Every(5), Streaming(5, 3, 0)]))
+    schedule = data.draw(st.sampled_from([Every(5), Streaming(5, 3, 0), SentAhead(6, 2, 2)]))
     parts = getattr(schedule, "fragments", 1)
     weights, opt = make(schedule, Tokens(60), parts)
     advance(weights, opt, batches[:at])
