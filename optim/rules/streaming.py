@@ -36,9 +36,7 @@ class StreamingDiLoCo(OuterOptimizer):
             lists of modules and parameters), the same on all peers. Without ``model``, on all
             peers, that number of lists of about equally many values, whatever the layer.
         lag: inner steps; "auto": as soon as a mean is there (``AutoLag``).
-        phase: what falls on a fragment's step of a round, ``every / fragments`` after the last
-            one's: "send", or "apply" as in torchft, which sends it ``lag`` steps before
-            (``SentAhead``; not with lag "auto").
+        phase: "send", or "apply": a fragment's step is that of its mean (``SentAhead``).
         mix: "keep", or the part of the fast weights that stays (``DiLoCoRule``).
         lr: outer learning rate.
         momentum: outer momentum, each fragment's its own.

@@ -39,7 +39,8 @@ its checkpoint is saved before the last mean.""",  # noqa: E501
     ),
     "torchft_diloco": (
         "A DiLoCo loop of torchft",
-        """Fragments are the same modules, named at `create`; a joining peer has them from the swarm. No launcher, no store and no
+        """Fragments are the same modules, named at `create`; a joining peer has them from the swarm. An optimizer of your own takes torchft's
+timing too: `StreamingDiLoCo(…, lag=1, phase="apply", mix=0.5)` is its `fragment_sync_delay=1, fragment_update_alpha=0.5`. No launcher, no store and no
 lighthouse: the link is enough. The plain script is not run here, since it needs a lighthouse of torchft's.""",  # noqa: E501
     ),
 }
