@@ -30,6 +30,7 @@ from shoal.node.rl.strings import Strings
 from shoal.node.rl.tiny import HABITS, Tiny
 from shoal.node.rl.update import RolloutGroup as Learnt
 from shoal.node.rl.update import loss_of, make_update
+from shoal.optim.rl.objective import Objective
 
 TINY_QUESTIONS, QUESTIONS = 4000, 2000  # in the world, none of them held out
 ASKED = (
@@ -146,7 +147,8 @@ class Learner:
             [self._learnt(group, given) for group, given in zip(groups, rewards, strict=True)]
         )
         if update is not None:
-            loss, _ = loss_of(self.policy, update, self.settings.loss, self.settings.temperature)
+            objective = Objective(self.settings.loss)
+            loss, _ = loss_of(self.policy, update, objective, self.settings.temperature)
             self.optimizer.zero_grad()
             torch.autograd.backward(loss)
             self.optimizer.step()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from shoal.optim.rl import TokenLoss
+from shoal.optim.rl.losses import TokenLoss
 from shoal.swarm.topics.rollout import Finish
 
 

@@ -64,7 +64,10 @@ if not __package__:  # run as a file: the folder above is not on the path then
 
 from bench._language import Learner, language_world, prepare, tiny_world
 from bench._world import Completion, Group, Settings, World
-from shoal.optim.rl import LOSSES, Completions, group_advantages, policy_loss
+from shoal.optim.rl.advantages import group_advantages
+from shoal.optim.rl.completions import Completions
+from shoal.optim.rl.losses import LOSSES
+from shoal.optim.rl.objective import policy_loss
 from shoal.optim.rollout_selection import Candidate, select
 
 SHARES = ((8, 0), (6, 2), (4, 4), (2, 6))

@@ -24,7 +24,8 @@ from shoal.node.cli.main import cli
 from shoal.node.config.settings import RLSettings
 from shoal.node.plan.rows import ModelTensors, work_of
 from shoal.optim import Simulation, codec_named, method_named
-from shoal.optim.rl import LOSSES, Completions
+from shoal.optim.rl.completions import Completions
+from shoal.optim.rl.losses import LOSSES
 from shoal.swarm.settings.outer import OuterSettings
 
 (option,) = [option for option in cli.commands["up"].params if option.name == "outer.method"]

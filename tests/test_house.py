@@ -14,7 +14,7 @@ from click.testing import CliRunner
 
 from shoal.node.cli.main import cli
 from shoal.optim import METHODS
-from shoal.optim.rl import LOSSES
+from shoal.optim.rl.losses import LOSSES
 
 ROOT = Path(__file__).resolve().parent.parent
 TOPS = ("optim", "swarm", "verification", "node")

@@ -42,11 +42,16 @@ def env_label(spec: str) -> str:
 
 
 def _loss(name: str) -> str:
+    if ":" in name:
+        return spec_here(name)
     # Loads torch.
-    from shoal.optim.rl import LOSSES
+    from shoal.optim.rl.losses import LOSSES
 
     if name not in LOSSES:
-        raise ValueError(f"there is no loss {name[:64]!r}: choose {one_of(LOSSES)}")
+        raise ValueError(
+            f"there is no loss {name[:64]!r}: choose {one_of(LOSSES)}, or write your own as "
+            "path/file.py:function"
+        )
     return name
 
 
@@ -90,7 +95,42 @@ class RLSettings(SettingsTable):
     )
     loss: Annotated[str, AfterValidator(_loss)] | None = Field(
         default=None,
-        description="Loss, by its name in shoal.optim.rl.LOSSES; not given, what suits the policy.",
+        max_length=MAX_SPEC_CHARS,
+        description="Loss, by its name in shoal.optim.rl.losses.LOSSES, or path/file.py:function; "
+        "not given, what suits the policy.",
+    )
+    per: Literal["token", "completion", "completion_sum", "max_tokens"] | None = Field(
+        default=None,
+        description="Mean of the loss over tokens, over completions of their means or of their "
+        "sums, or the last by max_tokens; not given, as in the paper of the loss.",
+    )
+    delta: float | None = Field(
+        default=None,
+        gt=1,
+        description="Largest ratio of new policy to old that counts where the advantage is "
+        "negative (two-sided clipping); not given, that of the loss.",
+    )
+    scale_rewards: Literal["group", "batch", "none"] = Field(
+        default="group",
+        description="Divide advantages by the standard deviation of the rewards of the group, of "
+        "all of an update (batch), or by nothing.",
+    )
+    deviation: Literal["population", "sample"] = Field(
+        default="population", description="Which standard deviation; trl's is that of the sample."
+    )
+    kl_coef: float = Field(
+        default=0.0,
+        ge=0,
+        description="Weight of the KL divergence to the policy as it was made (trl's beta).",
+    )
+    entropy_coef: float = Field(
+        default=0.0, ge=0, description="Weight of the mean entropy of tokens, which is rewarded."
+    )
+    off_policy_mask: float | None = Field(
+        default=None,
+        ge=0,
+        description="Leave out completions worse than their group where the mean of "
+        "log(writer's / own probability) is above this; not given, none.",
     )
     lr: float | None = Field(
         default=None, gt=0, le=1, description="Learning rate; not given, what suits the policy."

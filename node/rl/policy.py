@@ -6,6 +6,7 @@ of use only to nodes with the same tokenizer.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -45,7 +46,7 @@ class Policy(Protocol):
     lr: float
     """Learning rate for AdamW that suits the model."""
     loss: str
-    """Member of ``shoal.optim.rl.LOSSES`` that suits it."""
+    """Member of ``shoal.optim.rl.losses.LOSSES`` that suits it."""
     max_tokens: int
     """Usual length of completions of this policy."""
     vocabulary: int
@@ -106,3 +107,11 @@ class Policy(Protocol):
         They are the last T positions of one call of the module; the rest is as for ``log_probs``.
         """
         ...
+
+
+def frozen_copy(policy: Policy) -> Policy:
+    """Return a policy that stays as ``policy`` is now; what is not trained they have in common."""
+    memo = {id(weight): weight for weight in policy.module.parameters() if not weight.requires_grad}
+    made = copy.deepcopy(policy, memo)
+    made.module.eval().requires_grad_(False)
+    return made

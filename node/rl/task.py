@@ -19,11 +19,13 @@ import torch
 
 from shoal.node.config.rl_settings import RLSettings
 from shoal.node.rl.environment import HELD_OUT, Env, EnvError, Question
-from shoal.node.rl.policy import Completion, Policy
+from shoal.node.rl.objective import load_loss, make_objective
+from shoal.node.rl.policy import Completion, Policy, frozen_copy
 from shoal.node.rl.remote_rollouts import RemoteRollouts
 from shoal.node.rl.update import RolloutGroup, Update, loss_of, make_update
 from shoal.node.task import Shard, Task
-from shoal.optim.rl import LOSSES
+from shoal.optim.rl.losses import LOSSES
+from shoal.optim.rl.objective import Objective
 from shoal.swarm.errors import MessageError
 from shoal.swarm.topics.rollout import pack_logps, pack_tokens
 from shoal.swarm.topics.rollout_pool import RolloutPool
@@ -102,6 +104,9 @@ class RLTask(Task):
         self._measured = 0
         self.foreign: RemoteRollouts
         self._pending: RLRound | None = None
+        self._reference: Policy | None = None
+        # Now, so that a fault of the user's own shows before anything is trained.
+        self._loss = load_loss(settings.loss) if settings.loss else None
 
     def connect(
         self,
@@ -127,7 +132,16 @@ class RLTask(Task):
     @cached_property
     def policy(self) -> Policy:
         """Policy, made once, with its warm start if it has one."""
-        return self._make_policy()
+        policy = self._make_policy()
+        if self.settings.kl_coef:
+            self._reference = frozen_copy(policy)
+        return policy
+
+    @cached_property
+    def objective(self) -> Objective:
+        """What the policy minimises."""
+        name = self.settings.loss or self.policy.loss
+        return make_objective(self.settings, name, self._loss or LOSSES[name], self.max_tokens)
 
     def model(self) -> torch.nn.Module:
         return self.policy.module
@@ -159,8 +173,9 @@ class RLTask(Task):
         if batch is None:
             loss = next(p for p in model.parameters() if p.requires_grad).sum() * 0.0
         else:
-            kind = LOSSES[self.settings.loss or self.policy.loss]
-            loss, worth = loss_of(self.policy, batch, kind, self.settings.temperature)
+            loss, worth = loss_of(
+                self.policy, batch, self.objective, self.settings.temperature, self._reference
+            )
         assert self._pending is not None
         if worth is not None:
             self._worths += worth
@@ -252,7 +267,11 @@ class RLTask(Task):
         self.cumulative += reward or 0.0
         used = self.foreign.newest if others else ()
         self._pending = RLRound(round=number, reward=reward, own=len(own), used=used)
-        return make_update(own + others) if own or others else None
+        if not own and not others:
+            return None
+        return make_update(
+            own + others, scale=self.settings.scale_rewards, deviation=self.settings.deviation
+        )
 
     def _write(self, number: int) -> tuple[list[RolloutGroup], float | None]:
         """Write and share the own groups of a round; return them and the mean of their rewards."""

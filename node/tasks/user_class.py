@@ -1,4 +1,4 @@
-"""Finding the class that a user names, in a module or a file.
+"""Finding the class or function that a user names, in a module or a file.
 
     find_class("my_task.py:MyTask")
 
@@ -12,9 +12,11 @@ import difflib
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 from shoal.node.home import expanded
@@ -128,12 +130,29 @@ def find_class(spec_text: str, what: str = "task") -> type[Any]:
     """Return the class that ``module:Class`` or ``path/file.py:Class`` names; messages call it a
     ``what``. Raises HookError.
     """
+    found = _find(spec_text, what, "class", inspect.isclass)
+    assert isinstance(found, type)
+    return found
+
+
+def find_function(spec_text: str, what: str) -> FunctionType:
+    """Return the function that ``module:function`` or ``path/file.py:function`` names. Raises
+    HookError.
+    """
+    found = _find(spec_text, what, "function", inspect.isfunction)
+    assert isinstance(found, FunctionType)
+    return found
+
+
+def _find(spec_text: str, what: str, kind: str, fits: Callable[[object], bool]) -> object:
+    """Return what ``spec_text`` names, a ``kind`` for people, if it ``fits``."""
+    name_of_kind = kind if kind == "function" else kind.capitalize()
     where, colon, name = spec_text.rpartition(":")
     if not colon or not where or not name.isidentifier():
         raise HookError(
-            f"The {what} {spec_text!r} is not of the form module:Class or path/file.py:Class "
-            f"and is none of the built-in ones ({', '.join(BUILT_IN_NAMES)}): write it in one "
-            "of these ways."
+            f"The {what} {spec_text!r} is not of the form module:{name_of_kind} or "
+            f"path/file.py:{name_of_kind} and is none of the built-in ones "
+            f"({', '.join(BUILT_IN_NAMES)}): write it in one of these ways."
         )
     if where.endswith(".py") or "/" in where or "\\" in where:
         module = _import_file(Path(expanded(where)), spec_text, what)
@@ -141,18 +160,18 @@ def find_class(spec_text: str, what: str = "task") -> type[Any]:
         module = _import_module(where, spec_text, what)
     else:
         raise HookError(
-            f"{where!r} in the {what} {spec_text!r} is no module name: write module:Class or "
-            "file.py:Class."
+            f"{where!r} in the {what} {spec_text!r} is no module name: write module:{name_of_kind} "
+            f"or file.py:{name_of_kind}."
         )
     found = getattr(module, name, None)
-    if isinstance(found, type):
+    if fits(found):
         return found
     own = []
     for known, value in vars(module).items():
-        if isinstance(value, type) and value.__module__ == module.__name__:
+        if fits(value) and getattr(value, "__module__", None) == module.__name__:
             own.append(known)
     near = difflib.get_close_matches(name, own, 1) or own[:1]
-    hint = "it defines no class at all."
+    hint = f"it defines no {kind} at all."
     if near:
         hint = f"did you mean {near[0]!r}?"
-    raise HookError(f"There is no class {name!r} in {where!r}: {hint}")
+    raise HookError(f"There is no {kind} {name!r} in {where!r}: {hint}")

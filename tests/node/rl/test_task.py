@@ -19,7 +19,8 @@ from shoal.node.rl.tiny import Tiny, Warm
 from shoal.node.rl.update import RolloutGroup, completions_of, loss_of, make_update
 from shoal.node.task import Shard
 from shoal.node.training.trainer import Trainer
-from shoal.optim.rl import LOSSES
+from shoal.optim.rl.losses import LOSSES
+from shoal.optim.rl.objective import Objective
 from shoal.swarm.settings.outer import OuterSettings
 from shoal.swarm.settings.training import TrainSettings
 from shoal.swarm.topics.rollout import Rollout, pack_logps, pack_tokens
@@ -412,7 +413,7 @@ def test_the_loss_of_an_update_is_that_of_its_completions(tiny):
     assert torch.equal(batch.behaviour[0], batch.old[0])
     assert batch.behaviour[1].tolist() == [-0.5] * 3
     for name, loss in LOSSES.items():
-        value, worth = loss_of(tiny, update, loss, 1.0)
+        value, worth = loss_of(tiny, update, Objective(loss, max_tokens=8), 1.0)
         assert value.requires_grad, name
         assert 0 < worth <= 1
     assert make_update([RolloutGroup("q", rows, (1.0, 1.0), (None, None))]) is None
