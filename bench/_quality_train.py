@@ -198,7 +198,7 @@ def data_parallel(spec: Spec) -> tuple[list[nn.Module], int, int]:
         inner.step()
         scheduler.step()
         inner.zero_grad()
-    return [model], sent, steps * batch * task.context
+    return [model], sent, steps * batch * task.size.context
 
 
 def outer(
@@ -242,7 +242,7 @@ def outer(
         .values()
     )
     sent = max(count for _, count in found) if spec.peers > 1 else 0
-    return [model for model, _ in found], sent, spec.steps * batch * task.context
+    return [model for model, _ in found], sent, spec.steps * batch * task.size.context
 
 
 @torch.no_grad()

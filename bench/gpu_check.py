@@ -160,7 +160,7 @@ def rates(task: TextTask, device: torch.device, precision: Precision, seconds: f
         for name, steps in (("node", node_steps), ("plain PyTorch", plain_steps)):
             found[name].append(
                 tokens_per_s(
-                    steps(task, device, precision), task.batch * task.context, device, seconds
+                    steps(task, device, precision), task.batch * task.size.context, device, seconds
                 )
             )
     best = {name: max(values) for name, values in found.items()}

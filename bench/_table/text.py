@@ -250,16 +250,16 @@ class TableText(QualityText):
 
     def model(self) -> GPT:
         """A fresh one, with the corpus's vocabulary."""
-        return GPT(self.layers, self.width, self.heads, self.context, self.corpus.vocabulary)
+        return GPT(*self.size, self.corpus.vocabulary)
 
     def _windows(self, documents: list[Document], what: str) -> Tensor:
         tokens = torch.cat(
             [self.corpus.tokens[self.corpus.spans[document.name]] for document in documents]
             or [torch.empty(0)]
         )
-        if len(tokens) <= self.context:
+        if len(tokens) <= self.size.context:
             raise TextError(
                 f"The {what} has only {len(tokens)} tokens: name more text with --data, or use "
                 "fewer peers."
             )
-        return tokens.unfold(0, self.context + 1, 1)
+        return tokens.unfold(0, self.size.context + 1, 1)

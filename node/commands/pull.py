@@ -29,7 +29,7 @@ from shoal.node.data.source import DataError
 from shoal.node.data.task_options import TEXT
 from shoal.node.runtime.task_setup import RL, enter
 from shoal.node.task import Task
-from shoal.node.tasks.gpt import GPT, VOCABULARY, Attention
+from shoal.node.tasks.gpt import GPT, VOCABULARY
 from shoal.node.tasks.user_class import HookError
 from shoal.optim.codecs.base import all_finite
 from shoal.optim.codecs.floats import FLOAT32
@@ -343,9 +343,7 @@ def _held_out_on(manifest: Manifest, data: str | None) -> str:
 
 def _size(gpt: GPT) -> dict[str, int]:
     """Return the options that build a `GPT` of this size."""
-    context, width = gpt.positions.weight.shape
-    heads = next(module.heads for module in gpt.modules() if isinstance(module, Attention))
-    size = {"layers": len(gpt.blocks), "width": width, "heads": heads, "context": context}
+    size = gpt.size._asdict()
     vocabulary = len(gpt.bytes.weight)
     if vocabulary != VOCABULARY:
         size["vocabulary"] = vocabulary

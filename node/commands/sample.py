@@ -30,7 +30,7 @@ from shoal.swarm.errors import ShoalError
 
 MAX_ABOUT = 2**20  # bytes of shoal.json
 MAX_HEADER = 2**24  # bytes in which the file of the weights names its tensors
-SIZE = ("layers", "width", "heads", "context")
+SIZE = text_size.TextSize._fields
 AGAIN = "pull the weights again (shoal pull LINK --out DIR)"
 
 

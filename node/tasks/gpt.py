@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from shoal.node.tasks import text_size
+from shoal.node.tasks.text_size import BYTES, TextSize
 
-VOCABULARY = text_size.BYTES
+VOCABULARY = BYTES
 
 
 class Attention(nn.Module):
@@ -68,6 +68,7 @@ class GPT(nn.Module):
         self, layers: int, width: int, heads: int, context: int, vocabulary: int = VOCABULARY
     ) -> None:
         super().__init__()
+        self.size = TextSize(layers, width, heads, context)
         self.bytes = nn.Embedding(vocabulary, width)
         self.positions = nn.Embedding(context, width)
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))

@@ -36,6 +36,7 @@ from shoal.node.task import Shard, Task
 from shoal.node.tasks import text_size
 from shoal.node.tasks.documents import EVERYTHING, open_stream, read_documents
 from shoal.node.tasks.gpt import GPT, VOCABULARY, sized
+from shoal.node.tasks.text_size import DEFAULT_SIZE, TextSize
 from shoal.node.training.schedule import factor
 
 EVALUATION_BYTES = 32 * 1024
@@ -73,10 +74,10 @@ class TextTask(Task):
         self,
         *,
         data: str = "",
-        layers: int = text_size.LAYERS,
-        width: int = text_size.WIDTH,
-        heads: int = text_size.HEADS,
-        context: int = text_size.CONTEXT,
+        layers: int = DEFAULT_SIZE.layers,
+        width: int = DEFAULT_SIZE.width,
+        heads: int = DEFAULT_SIZE.heads,
+        context: int = DEFAULT_SIZE.context,
         batch: int = 8,
         lr: float = 1.2e-2,
         warmup: int = 50,
@@ -87,11 +88,9 @@ class TextTask(Task):
         order: str = "",
         shuffle: int = 2**18,
     ) -> None:
+        self.size = TextSize(layers, width, heads, context)
         counts = {
-            "layers": layers,
-            "width": width,
-            "heads": heads,
-            "context": context,
+            **self.size._asdict(),
             "batch": batch,
             "max_bytes": max_bytes,
             "shuffle": shuffle,
@@ -125,10 +124,6 @@ class TextTask(Task):
         self.tokenizer_name = tokenizer
         self._expected = str(tokenizer_digest)
         self.skipped = Skipped()
-        self.layers = layers
-        self.width = width
-        self.heads = heads
-        self.context = context
         self.batch = batch
         self.lr = lr
         self.warmup = warmup
@@ -196,37 +191,39 @@ class TextTask(Task):
         tokens = torch.empty(0, device="cpu")
         if pieces:
             tokens = torch.cat(pieces)[:-1]  # nothing follows the last document's end
-        if len(tokens) <= self.context:
+        needed = self.size.context + 1
+        if len(tokens) < needed:
             unit = "bytes of text" if self.tokenizer_name == BYTES else "tokens"
             raise DataError(
-                f"The {what} has only {len(tokens)} {unit} where {self.context + 1} are needed: "
+                f"The {what} has only {len(tokens)} {unit} where {needed} are needed: "
                 "name more text with --data, or use fewer shards or a shorter context."
             )
-        return tokens.unfold(0, self.context + 1, 1)
+        return tokens.unfold(0, needed, 1)
 
     def model(self) -> GPT:
-        return GPT(self.layers, self.width, self.heads, self.context, self.tokenizer.vocabulary)
+        return GPT(*self.size, self.tokenizer.vocabulary)
 
     def least_parameters(self) -> int:
         """Return the parameters of the model with the smallest vocabulary; a tokenizer's need not
         be known for it.
         """
         vocabulary = VOCABULARY if self.tokenizer_name == BYTES else 1
-        return text_size.parameters(self.layers, self.width, self.context, vocabulary)
+        return self.size.parameters(vocabulary)
 
     def sized(self) -> GPT:
         """Return the model on the device meta: names, types and shapes, which take no memory.
 
         Raises DataError.
         """
-        return sized(self.layers, self.width, self.heads, self.context, self.tokenizer.vocabulary)
+        return sized(*self.size, self.tokenizer.vocabulary)
 
     def working_bytes(self) -> int:
         """Return the bytes of a batch and its logits, of a stream's shuffled block, and of a
         dataset held in memory.
         """
-        logits = 4 * self.batch * self.context * self.tokenizer.vocabulary
-        nbytes = 8 * self.batch * (self.context + 1) + 2 * logits + 4 * self.shuffle
+        context = self.size.context
+        logits = 4 * self.batch * context * self.tokenizer.vocabulary
+        nbytes = 8 * self.batch * (context + 1) + 2 * logits + 4 * self.shuffle
         if self.order == "random" and self.data.startswith(PREFIX):
             nbytes += self.max_bytes
         return nbytes
@@ -247,7 +244,7 @@ class TextTask(Task):
             source,
             self.tokenizer,
             shard,
-            context=self.context,
+            context=self.size.context,
             batch=self.batch,
             shuffle=self.shuffle,
         )
@@ -281,7 +278,7 @@ class TextTask(Task):
     @cached_property
     def _evaluation(self) -> Tensor:
         windows = self._windows(self._held_out, "held-out part")
-        count = max(1, EVALUATION_BYTES // self.context)
+        count = max(1, EVALUATION_BYTES // self.size.context)
         generator = torch.Generator().manual_seed(0)
         places = torch.randint(len(windows), (count,), generator=generator, device="cpu")
         return windows[places].long()  # (count, T + 1)
@@ -295,7 +292,7 @@ class TextTask(Task):
         was_training = model.training
         model.eval()
         total = 0.0
-        window_logits = self.context * self.tokenizer.vocabulary
+        window_logits = self.size.context * self.tokenizer.vocabulary
         size = max(1, EVALUATION_BATCH_BYTES * VOCABULARY // window_logits)
         for start in range(0, len(self._evaluation), size):
             part = self._evaluation[start : start + size].to(device)

@@ -6,7 +6,7 @@ Imports no torch.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 BOUNDS = {
     "layers": 2**10,
@@ -18,23 +18,33 @@ BOUNDS = {
     "shuffle": 2**28,
 }
 """The largest value of each option that is a number of things, of which there is at least 1."""
-# The size of the model, where no option says so.
-LAYERS = 2
-WIDTH = 64
-HEADS = 4
-CONTEXT = 64
 BYTES = 256
 """Tokens of the vocabulary, where they are bytes."""
+
+
+class TextSize(NamedTuple):
+    """The size of a `shoal.node.tasks.gpt.GPT`, but for its vocabulary; by default that of the task
+    ``text`` where no option says so.
+    """
+
+    layers: int = 2
+    width: int = 64
+    heads: int = 4
+    context: int = 64
+
+    def parameters(self, vocabulary: int) -> int:
+        """Return the number of parameters of the model."""
+        width = self.width
+        in_blocks = self.layers * (12 * width * width + 4 * width)
+        return in_blocks + (2 * vocabulary + self.context + 2) * width
+
+
+DEFAULT_SIZE = TextSize()
 
 
 def is_within(name: str, value: object) -> bool:
     """Return whether ``value`` is a whole number within the bounds of the option ``name``."""
     return type(value) is int and 1 <= value <= BOUNDS[name]
-
-
-def parameters(layers: int, width: int, context: int, vocabulary: int) -> int:
-    """Return the number of parameters of a `shoal.node.tasks.gpt.GPT` of this size."""
-    return layers * (12 * width * width + 4 * width) + (2 * vocabulary + context + 2) * width
 
 
 def listed_parameters(options: Mapping[str, Any], said: int) -> int:
@@ -44,12 +54,12 @@ def listed_parameters(options: Mapping[str, Any], said: int) -> int:
     With a tokenizer the vocabulary is not known here: then it is what was said, or what the rest
     has if that is more.
     """
-    layers = options.get("layers", LAYERS)
-    width = options.get("width", WIDTH)
-    context = options.get("context", CONTEXT)
-    for number in (layers, width, context):
+    size = DEFAULT_SIZE._replace(
+        **{name: options[name] for name in TextSize._fields if name in options}
+    )
+    for number in (size.layers, size.width, size.context):
         if type(number) is not int or number <= 0:
             return said
     if options.get("tokenizer", "bytes") == "bytes":
-        return parameters(layers, width, context, BYTES)
-    return max(said, parameters(layers, width, context, 1))
+        return size.parameters(BYTES)
+    return max(said, size.parameters(1))

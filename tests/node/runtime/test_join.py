@@ -19,8 +19,8 @@ from shoal.node.runtime.result import Setup
 from shoal.node.runtime.task_setup import check_size, continued, enter, swarm_settings, task_label
 from shoal.node.runtime.training_node import TrainingNode
 from shoal.node.task import Shard
-from shoal.node.tasks import text_size
 from shoal.node.tasks.gpt import GPT, sized
+from shoal.node.tasks.text_size import TextSize
 from shoal.node.tasks.user_class import HookError
 from shoal.node.training import resources
 from shoal.node.training.resources import GB, MemoryBudgetError
@@ -457,9 +457,9 @@ def test_the_size_is_that_of_the_model_that_is_made(size):
     assert model_digest(AveragedParameters.of(small)) == model_digest(AveragedParameters.of(made))
     assert list(small.state_dict()) == list(made.state_dict())
     assert all(parameter.is_meta for parameter in small.parameters())
-    assert text_size.parameters(size[0], size[1], size[3], size[4]) == sum(
-        p.numel() for p in made.parameters()
-    )
+    *outline, vocabulary = size
+    counted = sum(p.numel() for p in made.parameters())
+    assert TextSize(*outline).parameters(vocabulary) == counted
 
 
 def test_task_setup_passes_no_model(monkeypatch):
@@ -467,11 +467,11 @@ def test_task_setup_passes_no_model(monkeypatch):
     monkeypatch.setattr(GPT, "__init__", None)  # a model of any size would end this test
     monkeypatch.setattr(task_setup, "check_size", lambda *arguments, **options: None)
     settings, task = enter(load(None, {"node.data": "mine"}), door_manifest(TINY, "0" * 64))
-    assert (settings.task.options, task.data, task.width) == (TINY, "mine", 8)
+    assert (settings.task.options, task.data, task.size.width) == (TINY, "mine", 8)
 
 
 def test_a_model_with_another_digest_than_the_manifests_is_refused():
-    assert enter(load(), door_manifest(TINY))[1].width == 8
+    assert enter(load(), door_manifest(TINY))[1].size.width == 8
     with pytest.raises(ModelDiffersError, match="does not fit the swarm"):
         enter(load(), door_manifest(TINY, "1" * 64))
 

@@ -47,7 +47,7 @@ def duck(tmp_path):
 def test_text_is_built_in():
     task = load_task("text", {"layers": 1, "width": 16, "heads": 2})
     assert isinstance(task, TextTask)
-    assert task.layers == 1
+    assert task.size.layers == 1
 
 
 def test_task_file_is_loaded_behind_installed_modules(duck, monkeypatch):
