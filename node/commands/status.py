@@ -146,7 +146,7 @@ TALLY = ("peer", "range", "exchanges", "shares", "tokens", "rollouts", "reward",
 MOST = 64  # members that the table shows
 WIDTH = 200  # characters
 # columns that are no numbers
-WORDS = ("name", "peer", "state", "failed", "shard", "reach", "seen", "end")
+WORDS = ("name", "peer", "state", "failed", "shard", "reach", "seen", "end", "unused groups")
 
 
 def read_status(link: Link) -> dict[str, Any]:
@@ -193,6 +193,9 @@ def table(report: dict[str, Any]) -> str:
     if any(member["progress"]["finished"] or member["end"] for member in members):
         columns = (*COLUMNS, "end")
         rows = [[*cells, _end(member)] for cells, member in zip(rows, members, strict=True)]
+    if any(member.get("rollouts") for member in members):
+        columns = (*columns, "unused groups")
+        rows = [[*cells, _unused(member)] for cells, member in zip(rows, members, strict=True)]
     shown = grid(columns, rows, words=WORDS, width=WIDTH, title=title)
     # One line each, whatever the terminal's width, so that sentences can be copied.
     lines = [shown]
@@ -234,6 +237,14 @@ def _cells(member: dict[str, Any], fragments: int) -> list[str]:
         reach_label(link["reach"], link["bytes_per_s"]),
         f"{member['seen_s_ago']:.0f} s",
     ]
+
+
+def _unused(member: dict[str, Any]) -> str:
+    """Return which share of groups of rollouts was of no use, and the most frequent reason."""
+    rollouts = member.get("rollouts")
+    if not rollouts:
+        return "-"
+    return f"{100 * rollouts['unused_share']:.0f} %, most {rollouts['unused_most']}"
 
 
 def tally_table(tally: dict[str, Any]) -> str:

@@ -150,6 +150,17 @@ MEASURES = (
     ),
     Measure("counter", "rollouts.groups_foreign", "rl: those of others that were learnt from."),
     Measure(
+        "counter",
+        "rollouts.groups_seen",
+        "rl: groups that this node drew, or received and is done with.",
+    ),
+    Measure(
+        "counter",
+        "unused.*",
+        "rl: groups of these that were of no use to it, by reason.",
+        labels=("reason",),
+    ),
+    Measure(
         "gauge",
         "rl.worth",
         "rl: effective sample size of the last update, a completion; 1 is as good as own ones.",

@@ -43,6 +43,10 @@ MAX_AGE_ROUNDS = 2
 """For which a group is of use once it came."""
 MAX_VERSIONS_BEHIND = 8
 """Versions of its sender's policy that a group may usually be older than the newest seen."""
+MORE_IF_CORRECTED = 24
+"""More of them, where the loss has a ratio to the policy that wrote the group, as its writer states
+it: what is far off then counts little.
+"""
 MAX_PER_SENDER = 8
 """Groups of one peer among which to choose in a round."""
 
@@ -55,6 +59,11 @@ class _Kept:
     rollout: Rollout
     group: RolloutGroup
     arrived: int
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the writer's log-probability of each token is known."""
+        return None not in self.group.behaviour
 
 
 def fair(came: Sequence[Rollout], room: int) -> list[Rollout]:
@@ -77,7 +86,7 @@ class RemoteRollouts:
 
     ``held_out``: prompts that nobody may train on. ``seed``: of the choice, and this node's own
     secret (`select`). ``behind``: how many versions of its sender's policy a group may be older
-    than the sender's newest.
+    than the sender's newest. ``corrected``: the loss has a ratio to the policy that wrote a group.
     """
 
     def __init__(
@@ -90,6 +99,7 @@ class RemoteRollouts:
         group: int,
         max_tokens: int,
         behind: int = MAX_VERSIONS_BEHIND,
+        corrected: bool = False,
     ) -> None:
         self._env = env
         self._policy = policy
@@ -98,6 +108,7 @@ class RemoteRollouts:
         self._group = group
         self._max_tokens = max_tokens
         self._max_behind = behind
+        self._corrected = corrected
         self._newest = Newest[str, tuple[float, int]](SENDERS)
         """Of each sender the rollout that it issued last: when, and by which version of its policy.
         """
@@ -121,7 +132,7 @@ class RemoteRollouts:
         for kept in self._kept:
             rollout = kept.rollout
             rewards = kept.group.rewards
-            behind = self._behind(rollout)
+            behind = self._behind(rollout, kept.is_known)
             candidates.append(Candidate(kept.key, rollout.peer, kept.arrived, rewards, behind))
         picked = select(
             candidates,
@@ -144,7 +155,11 @@ class RemoteRollouts:
             issued = rollout.issued, rollout.policy_version
             self._newest[rollout.peer] = max(self._newest.get(rollout.peer, issued), issued)
         # Before they cost a judgement.
-        fresh = [rollout for rollout in came if self._behind(rollout) <= self._max_behind]
+        fresh: list[Rollout] = []
+        for rollout in came:
+            may_be_known = rollout.tokenizer == self._policy.tokenizer and bool(rollout.logps)
+            if self._behind(rollout, may_be_known) <= self._max_behind:
+                fresh.append(rollout)
         self.rejected["off_policy"] += len(came) - len(fresh)
         room = max(JUDGED_GROUPS, JUDGED_PER_LEARNT * count)
         self.rejected["crowded"] += max(len(fresh) - room, 0)
@@ -158,13 +173,17 @@ class RemoteRollouts:
         """Number of groups that may still be learnt from."""
         return len(self._kept)
 
-    def _behind(self, rollout: Rollout) -> int:
+    def _behind(self, rollout: Rollout, is_known: bool) -> int:
         """Return the versions from that which wrote ``rollout`` to its sender's newest, also where
-        that began anew.
+        that began anew; less `MORE_IF_CORRECTED` where the loss corrects for them, for which its
+        log-probabilities must be known.
         """
         unknown = (0.0, rollout.policy_version)
         _, newest = self._newest.get(rollout.peer, unknown)
-        return abs(newest - rollout.policy_version)
+        behind = abs(newest - rollout.policy_version)
+        if self._corrected and is_known:
+            return max(behind - MORE_IF_CORRECTED, 0)
+        return behind
 
     def _keep(self, gone: Collection[int], round: int) -> None:
         """Keep the rollouts of use in the next round; count the others once, by reason."""
@@ -174,7 +193,7 @@ class RemoteRollouts:
                 continue
             if min(item.group.rewards) == max(item.group.rewards):
                 self.rejected["no_spread"] += 1
-            elif self._behind(item.rollout) > self._max_behind:
+            elif self._behind(item.rollout, item.is_known) > self._max_behind:
                 self.rejected["off_policy"] += 1
             elif round + 1 - item.arrived > MAX_AGE_ROUNDS:
                 self.rejected["not_drawn"] += 1

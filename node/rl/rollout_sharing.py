@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from shoal.node.rl.task import RLRound, RLTask
@@ -20,6 +21,10 @@ LEAVE_S = 3.0
 """That the last rollouts have to leave a node that ends."""
 NOTIFY_S = 10.0
 """Between two lines for people."""
+MOST_SAID = 4
+"""Reasons in such a line."""
+OWN_WITHOUT_SPREAD = "own_no_spread"
+"""The reason of own groups with equal rewards: there is nothing to learn from them for anybody."""
 
 
 class RolloutSharing:
@@ -51,6 +56,7 @@ class RolloutSharing:
         task.connect(self._pool, me, self._on_round)
 
     def _on_round(self, round: RLRound) -> None:
+        seen, unused = self._seen()
         self._write(
             "rl",
             round=round.round,
@@ -61,14 +67,36 @@ class RolloutSharing:
             loss=round.loss,
             used=round.used,
             shared=self._pool.counts["sent"],
+            seen=seen,
+            unused=unused,
         )
         if time.monotonic() - self._quiet >= NOTIFY_S:
             self._quiet = time.monotonic()
             reward = "-" if round.reward is None else f"{round.reward:.3f}"
             self._notify(
                 f"round {round.round}: reward {reward}, learnt from {round.own} own and "
-                f"{len(round.used)} foreign groups"
+                f"{len(round.used)} foreign groups{unused_said(seen, unused)}"
             )
+
+    def _seen(self) -> tuple[int, dict[str, int]]:
+        """Return how many groups this node drew, or received and is done with, and how many of
+        them were of no use to it, by reason, the most frequent first.
+        """
+        counts = Counter(self._rejected())
+        seen = self._task.written + self._task.foreign.used + counts.total()
+        counts[OWN_WITHOUT_SPREAD] = self._task.without_spread
+        return seen, {reason: count for reason, count in counts.most_common() if count}
+
+    def _rejected(self) -> dict[str, int]:
+        """Return how many groups were refused by the network, dropped by the pool or not learnt
+        from, by reason.
+        """
+        counts = self._pool.counts
+        dropped = {name: counts[name] for name in ("expired", "displaced", "banned")}
+        # Some reasons are of several parts: ``banned`` of the network and of the pool.
+        parts = counts["rejected"], dropped, self._task.foreign.rejected
+        names = dict.fromkeys(itertools.chain(*parts))
+        return {name: sum(part.get(name, 0) for part in parts) for name in names}
 
     def report(self, loss_first: float | None, loss_last: float | None) -> dict[str, Any]:
         """Return the report, once the last rollouts have left, or after `LEAVE_S`.
@@ -80,10 +108,6 @@ class RolloutSharing:
         task = self._task
         counts = self._pool.counts
         learnt = task.foreign
-        dropped = {name: counts[name] for name in ("expired", "displaced", "banned")}
-        # Some reasons are of several parts: ``banned`` of the network and of the pool.
-        parts = counts["rejected"], dropped, learnt.rejected
-        names = dict.fromkeys(itertools.chain(*parts))
         return {
             "env": task.env.label,
             "policy": task.settings.policy,
@@ -98,9 +122,20 @@ class RolloutSharing:
             "waiting": counts["held"] + learnt.waiting,
             "bytes_sent": self._pool.bytes_sent,
             "bytes_received": self._pool.bytes_received,
-            # Refused by the network, dropped by the pool, or not learnt from.
-            "rejected": {name: sum(part.get(name, 0) for part in parts) for name in names},
+            "own_without_spread": task.without_spread,
+            "rejected": self._rejected(),
         }
 
     def close(self) -> None:
         self._pool.topic.close()
+
+
+def unused_said(seen: int, unused: Mapping[str, int]) -> str:
+    """Return the share of groups that were of no use, by reason, as the end of a sentence."""
+    if not unused:
+        return ""
+    shares = [f"{reason} {100 * count / seen:.0f} %" for reason, count in unused.items()]
+    return (
+        f"; of {seen} groups so far {100 * sum(unused.values()) / seen:.0f} % were of no use "
+        f"({', '.join(shares[:MOST_SAID])})"
+    )

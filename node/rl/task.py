@@ -24,8 +24,9 @@ from shoal.node.rl.policy import Completion, Policy, frozen_copy
 from shoal.node.rl.remote_rollouts import RemoteRollouts
 from shoal.node.rl.update import RolloutGroup, Update, loss_of, make_update
 from shoal.node.task import Shard, Task
-from shoal.optim.rl.losses import LOSSES
+from shoal.optim.rl.losses import LOSSES, UNCORRECTED
 from shoal.optim.rl.objective import Objective
+from shoal.optim.rollout_selection import has_spread
 from shoal.swarm.errors import MessageError
 from shoal.swarm.topics.rollout import pack_logps, pack_tokens
 from shoal.swarm.topics.rollout_pool import RolloutPool
@@ -102,6 +103,10 @@ class RLTask(Task):
         self.cumulative = 0.0
         self._worths = 0.0
         self._measured = 0
+        self.written = 0
+        """Groups that this node drew, but for planted ones."""
+        self.without_spread = 0
+        """Those of them with equal rewards."""
         self.foreign: RemoteRollouts
         self._pending: RLRound | None = None
         self._reference: Policy | None = None
@@ -164,8 +169,15 @@ class RLTask(Task):
             seed=self._number("choice", 0),
             group=self.settings.group,
             max_tokens=self.max_tokens,
+            corrected=self._corrects,
         )
         return map(self._round, itertools.count(step))
+
+    @property
+    def _corrects(self) -> bool:
+        """Whether the loss has a ratio to the policy that wrote a group; of one's own unknown."""
+        name = self.settings.loss or self.policy.loss
+        return name in LOSSES and name not in UNCORRECTED
 
     def loss(self, model: torch.nn.Module, batch: Update | None) -> torch.Tensor:
         """Return the policy's loss; 0 without an update."""
@@ -288,9 +300,11 @@ class RLTask(Task):
             if not is_planted:
                 group = self._judged(question, completions)
                 groups.append(group)
+                self.without_spread += not has_spread(group.rewards)
                 rewards += group.rewards
             if self._sharing is not None and self.settings.only != "learn":
                 self._share(number, index, completions)
+        self.written += len(groups)
         return groups, sum(rewards) / len(rewards) if rewards else None
 
     def _completions(

@@ -757,7 +757,8 @@ class TrainingNode:
         self.metrics.write(event, **fields)
         records = self.member.records
         if event == "rl":
-            records.learnt(reward=fields["reward"], own=fields["own"], foreign=fields["foreign"])
+            names = ("reward", "own", "foreign", "seen", "unused")
+            records.learnt(**{name: fields[name] for name in names})
         elif event == "verify":
             records.bans(fields["banned"])
         if self.member.reporter is not None:

@@ -518,13 +518,18 @@ class SwarmView:
         )
 
 
-def _groups_and_checks(peers: Collection[Peer]) -> dict[str, int | None]:
+def _groups_and_checks(peers: Collection[Peer]) -> dict[str, Any]:
     """Sum what peers that share rollouts, and peers that verify, have counted."""
     rollouts = [peer.status.rollouts for peer in peers if peer.status.rollouts is not None]
+    unused = Counter[str]()
+    for one in rollouts:
+        unused.update(dict(one.unused))
     checks = [peer.status.checks for peer in peers if peer.status.checks is not None]
     return {
         "groups_own": _sum(one.groups_own for one in rollouts),
         "groups_foreign": _sum(one.groups_foreign for one in rollouts),
+        "groups_seen": _sum(one.groups_seen for one in rollouts),
+        "groups_unused": dict(unused.most_common()) if rollouts else None,
         "claims": _sum(one.claims for one in checks),
         "checked": _sum(one.checked for one in checks),
         "invalid": _sum(one.invalid for one in checks),

@@ -187,6 +187,11 @@ def headline(view: SwarmView) -> str:
             parts.append(
                 f"groups learnt: {totals['groups_own']} own, {totals['groups_foreign']} of others"
             )
+        # What peers state need not fit together.
+        if totals["groups_unused"] and totals["groups_seen"]:
+            reason = next(iter(totals["groups_unused"]))
+            unused = min(sum(totals["groups_unused"].values()) / totals["groups_seen"], 1.0)
+            parts.append(f"{100 * unused:.0f} % of groups unused, most {reason}")
         if totals["claims"] is not None:
             parts.append(
                 f"{totals['claims']} claims, {totals['checked']} checks, {totals['invalid']} "

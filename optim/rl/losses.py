@@ -243,6 +243,11 @@ LOSSES: dict[str, TokenLoss] = {
 For other parameters use ``functools.partial(tis, cap=4.0)``.
 """
 
+UNCORRECTED = frozenset({"sapo", "positive"})
+"""Losses without a ratio to the writer, for which a completion is as good as how near its writer's
+policy is.
+"""
+
 MEANS: dict[str, Per] = {
     "grpo": "completion",
     "dr_grpo": "max_tokens",

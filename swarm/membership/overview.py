@@ -30,6 +30,9 @@ def grouped(member: Member) -> dict[str, Any]:
     for name, group in GROUPS.items():
         # Only these: what else is in a record, such as an admission, may be bytes.
         found[name] = member.model_dump(mode="json", include=set(group.model_fields))
+    if member.unused is not None:
+        unused_share, reason = member.unused
+        found["rollouts"] = {"unused_share": unused_share, "unused_most": reason}
     return found
 
 

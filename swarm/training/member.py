@@ -23,7 +23,7 @@ from shoal.swarm.training.outer_sync import OuterSync
 from shoal.swarm.training.record_keeper import RecordKeeper, RoundReport
 from shoal.swarm.training.round_totals import RoundTotals
 from shoal.swarm.training.shard import Shard
-from shoal.swarm.wire.envelope import MAX_BYTES, real
+from shoal.swarm.wire.envelope import MAX_BYTES, real, share
 from shoal.swarm.wire.messages import Member
 from shoal.swarm.wire.record import MAX_PARTNERS, TAIL, NodeRecord, Round
 from shoal.swarm.wire.record import State as DirectoryState
@@ -42,6 +42,9 @@ def member_fields(record: NodeRecord) -> dict[str, Any]:
     """
     found = {**dict(record.progress), **dict(record.exchanges), **dict(record.faults)}
     shared = {name: value for name, value in found.items() if name in Member.model_fields}
+    if record.rollouts is not None and record.rollouts.unused:
+        (reason, _), *_ = record.rollouts.unused
+        shared["unused"] = share(record.rollouts.unused_share), reason
     return {**shared, "loss": record.loss.training}
 
 

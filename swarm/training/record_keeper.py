@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from shoal.swarm.training.step_rate import Rates
 from shoal.swarm.wire.envelope import MAX_SECONDS, rate, real, share
 from shoal.swarm.wire.record import (
     MAX_BANNED,
+    MAX_REASONS,
     Checks,
     Exchanges,
     Faults,
@@ -93,13 +94,27 @@ class RecordKeeper:
         elif not report.rejected and not self._membership.manifest.outer.alone:
             self._counts["without_partner"] += 1
 
-    def learnt(self, *, reward: float | None, own: int, foreign: int) -> None:
-        """Count an update of reinforcement learning, by groups of completions."""
+    def learnt(
+        self,
+        *,
+        reward: float | None,
+        own: int,
+        foreign: int,
+        seen: int = 0,
+        unused: Mapping[str, int] | None = None,
+    ) -> None:
+        """Count an update of reinforcement learning, by groups of completions.
+
+        ``seen`` and ``unused`` (by reason) are those of the whole run.
+        """
         before = self.rollouts or Rollouts()
+        most_first = Counter(unused or {}).most_common(MAX_REASONS)
         self.rollouts = Rollouts(
             reward=real(reward),
             groups_own=before.groups_own + own,
             groups_foreign=before.groups_foreign + foreign,
+            groups_seen=seen,
+            unused=tuple(most_first),
         )
 
     def checked(self, *, claims: int, checked: int, invalid: int) -> None:

@@ -38,7 +38,7 @@ from shoal.swarm.wire.envelope import (
     Version,
     Weight,
 )
-from shoal.swarm.wire.record import MAX_MISSING, Faults, LinkUse, State
+from shoal.swarm.wire.record import MAX_MISSING, Faults, LinkUse, State, UnusedReason
 
 
 class MemberEnd(BaseModel):
@@ -93,6 +93,8 @@ class Member(Message, LinkUse, Faults):
     late: Count = 0
     tokens_per_s: Rate = 0.0
     mfu: Share | None = None
+    unused: tuple[Share, UnusedReason] | None = None
+    """The share of groups of rollouts that were of no use to it, and the most frequent reason."""
     sketch: Sketch | None = None
     """The round and fragment that it finished last, and a sketch of its slow weights then.
 

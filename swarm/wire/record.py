@@ -43,10 +43,14 @@ MAX_PARTNERS = 8
 MAX_BANNED = 8
 # Missing members that are named.
 MAX_MISSING = 4
+# Reasons for which groups of rollouts were of no use.
+MAX_REASONS = 12
 
 State = Literal["waiting", "training", "leaving", "done"]
 GONE: tuple[State, ...] = ("leaving", "done")
 """States of a node that others forget."""
+UnusedReason = Annotated[str, Field(pattern=r"^[a-z][a-z_-]{0,15}$")]
+"""Why nobody learns from a group of rollouts (docs/rl.md)."""
 Tail = Annotated[str, Field(pattern=r"^[1-9A-HJ-NP-Za-km-z]{8}$")]
 Partnerless = tuple[Failure | Literal["nobody", "model", "taken"], Count]
 """Why the last rounds had no partner, and how many."""
@@ -177,6 +181,17 @@ class Rollouts(Group):
     """Groups learnt from that this node drew."""
     groups_foreign: Count = 0
     """Groups learnt from that others drew."""
+    groups_seen: Count = 0
+    """Groups that this node drew, or received and has learnt from or given up."""
+    unused: Annotated[tuple[tuple[UnusedReason, Count], ...], Field(max_length=MAX_REASONS)] = ()
+    """Those of them that were of no use to it, by reason, the most frequent first."""
+
+    @property
+    def unused_share(self) -> float | None:
+        """The share of groups that were of no use; None before there are any."""
+        if not self.groups_seen:
+            return None
+        return min(sum(count for _, count in self.unused) / self.groups_seen, 1.0)
 
 
 class Checks(Group):

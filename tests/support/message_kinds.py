@@ -180,7 +180,8 @@ COMMON = {
         partnerless=("timeout", 1),
         missing_names=("y",),
     ),
-    "rollouts": Rollouts(reward=1.0),
+    "rollouts": Rollouts(reward=1.0, unused=(("no_spread", 1),)),
+    "unused": (0.5, "no_spread"),
     "checks": Checks(banned=(OTHER,)),
     "projection": (1, 1.0, (0.5,) * 16),
     "tokens_per_s": 1.0,
@@ -261,6 +262,7 @@ LONGEST = {
     r"^[1-9A-HJ-NP-Za-km-z]{8}$": "y" * 8,
     r"^[A-Za-z0-9_.:+-]{1,128}$": "x" * 128,
     r"^[a-z0-9_]{1,32}$": "x" * 32,
+    r"^[a-z][a-z_-]{0,15}$": "x" * 16,
     r"^[a-z-]{1,32}/[0-9]{1,4}$": "x" * 32 + "/9999",
 }
 PEERS = {"peer", "creator", "leader", "banned", "blamed"}

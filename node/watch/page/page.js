@@ -63,6 +63,11 @@ function tiles(picture) {
   ];
   if (t.reward !== null) shown.push(["Reward", number(t.reward)]);
   if (t.groups_own !== null) shown.push(["Groups learnt, own + others'", `${t.groups_own} + ${t.groups_foreign}`]);
+  if (t.groups_seen) { // what peers state need not fit together
+    const causes = Object.entries(t.groups_unused), all = causes.reduce((sum, [, count]) => sum + count, 0);
+    const share = (count) => `${Math.min(Math.round((100 * count) / t.groups_seen), 100)} %`;
+    shown.push(["Groups of no use", share(all), causes.slice(0, 3).map(([cause, count]) => `${cause} ${share(count)}`).join(", ")]);
+  }
   if (t.confirmed) {
     const c = t.confirmed, apart = c.rounds ? `, ${Math.round((100 * c.elsewhere) / c.rounds)} % across address ranges` : "";
     shown.push(["Confirmed by partners", plural(c.exchanges, "exchange"), `${tokens(c.tokens)} tokens${apart}`]);

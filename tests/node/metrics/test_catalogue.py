@@ -157,7 +157,7 @@ def test_a_measure_of_the_record_is_in_the_record(measure):
     if group in groups:
         assert field in groups[group].model_fields
     else:
-        assert group in ("info", "refused", "internal_errors", "rl", "verify")
+        assert group in ("info", "refused", "internal_errors", "rl", "unused", "verify")
 
 
 ABOUT = About(
@@ -218,7 +218,7 @@ def test_events_as_prometheus_sees_them(endpoint):
         link=LinkUse(bytes_sent=10, bytes_received=20),
         loss=Loss(training=3.0, held_out=5.5),
         faults=Faults(contributions_refused=2, missing=2),
-        rollouts=Rollouts(reward=0.5, groups_own=8, groups_foreign=2),
+        rollouts=Rollouts(reward=0.5, groups_own=8, groups_foreign=2, groups_seen=12),
         checks=Checks(claims=5, checked=3, invalid=1, banned=(PEER,)),
     )
     endpoint.event("progress", 1.0, record.model_dump(mode="json"))
@@ -227,7 +227,8 @@ def test_events_as_prometheus_sees_them(endpoint):
     endpoint.event("refused", 4.0, {"rate": 2, "denied": 1})
     endpoint.event("refused", 5.0, {"rate": 3, "denied": 1})
     endpoint.event("internal_errors", 5.0, {"codec": 2})
-    endpoint.event("rl", 7.0, {"round": 101, "reward": None, "own": 4, "worth": 0.9})
+    endpoint.event("rl", 7.0, {"round": 100, "worth": 0.8, "unused": {"no_spread": 2}})
+    endpoint.event("rl", 7.0, {"round": 101, "worth": 0.9, "unused": {"no_spread": 3}})
     endpoint.event("verify", 9.0, {"round": 29_000_000, "banned": ["x"], "check_s": 1.5})
     found = samples(get(endpoint))
     waits = {
@@ -272,6 +273,8 @@ def test_events_as_prometheus_sees_them(endpoint):
         ("shoal_rollouts_reward", ()): 0.5,
         ("shoal_rollouts_groups_own_total", ()): 8.0,
         ("shoal_rollouts_groups_foreign_total", ()): 2.0,
+        ("shoal_rollouts_groups_seen_total", ()): 12.0,
+        ("shoal_unused_total", (("reason", "no_spread"),)): 3.0,
         ("shoal_rl_worth", ()): 0.9,
         ("shoal_checks_claims_total", ()): 5.0,
         ("shoal_checks_checked_total", ()): 3.0,

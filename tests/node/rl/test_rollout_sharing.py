@@ -55,10 +55,20 @@ def shared(policy, swarm=SWARM, **settings):
         swarm=swarm,
     )
     task = RLTask(ENV, lambda: policy, RLSettings(held_out=3, **settings), seed=1)
-    made = RolloutSharing(task, membership, lambda *_, **__: None, lambda _: None, 0.0)
+    events, said = [], []
+    made = RolloutSharing(
+        task, membership, lambda event, **fields: events.append(fields), said.append, 0.0
+    )
     gossip.publish = sent.append
     return SimpleNamespace(
-        task=task, gossip=gossip, clock=clock, barred=barred, report=made.report, sent=sent
+        task=task,
+        gossip=gossip,
+        clock=clock,
+        barred=barred,
+        report=made.report,
+        sent=sent,
+        events=events,
+        said=said,
     )
 
 
@@ -111,6 +121,25 @@ def test_each_rollout_is_used_waiting_or_counted(sharing):
     }
     assert (report["used"], report["waiting"]) == (2, 3)
     assert report["received"] == 2 + 3 + sum(counted.values())
+
+
+def test_each_round_says_which_groups_were_of_no_use(tiny, monkeypatch):
+    """Those of others by the reason, and own ones whose rewards are equal."""
+    monkeypatch.setattr("shoal.node.rl.rollout_sharing.NOTIFY_S", 0.0)
+    sharing = shared(tiny, local=2, external=1)
+    batches = sharing.task.batches(Shard(0, 1, 0))
+    sharing.gossip.deliver(group(0))
+    sharing.gossip.deliver(group(3, "zz", "zz"))
+    sharing.gossip.deliver(group(4, "yy", "yy"))
+    update = next(batches)
+    equal = sharing.task.without_spread
+    sharing.task.loss(sharing.task.model(), update)
+    (event,) = sharing.events
+    unused = {"no_spread": 2, **({"own_no_spread": equal} if equal else {})}
+    assert (event["seen"], event["unused"]) == (5, unused)
+    assert f"; of 5 groups so far {20 * (2 + equal)} % were of no use (" in sharing.said[0]
+    assert "no_spread 40 %" in sharing.said[0]
+    assert sharing.report(None, None)["own_without_spread"] == equal
 
 
 def test_the_same_node_asks_other_questions_in_another_swarm(tiny):

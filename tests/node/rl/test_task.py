@@ -304,6 +304,39 @@ def test_waiting_group_ages_by_its_senders_versions(tiny):
     assert pool.rejected["off_policy"] == 1
 
 
+@pytest.mark.parametrize(
+    ("loss", "writer", "behind", "used"),
+    [
+        ("sapo", "known", 8, 1),
+        ("sapo", "known", 9, 0),
+        ("dapo", "known", 32, 1),
+        ("dapo", "known", 33, 0),
+        ("dapo", "silent", 9, 0),
+        ("dapo", "of other tokens", 9, 0),
+    ],
+)
+def test_stale_groups_go_on_where_the_loss_corrects(tiny, loss, writer, behind, used):
+    """Their writer's log-probabilities must be known for it."""
+    told = {}
+    if writer != "silent":
+        rows = [tiny.encode(right(), True), tiny.encode("zz", True)]
+        if writer == "of other tokens":
+            rows[1] = [5, 5, 5]
+        told = {
+            "tokens": tuple(map(pack_tokens, rows)),
+            "logps": tuple(pack_logps([-1.0] * len(row)) for row in rows),
+            "tokenizer": tiny.tokenizer,
+        }
+    old = record([right(), "zz"], **told)
+    newest = record(["zz", "zz"], index=1, policy_version=behind).model_copy(
+        update={"issued": old.issued + 1}
+    )
+    task = RLTask(ENV, lambda: tiny, RLSettings(held_out=3, loss=loss), seed=1)
+    task.batches(SHARD)
+    assert len(task.foreign.take([old, newest], 4, 0)) == used
+    assert task.foreign.rejected["off_policy"] == 1 - used
+
+
 def test_restarted_sender_is_not_left_out(tiny):
     """A sender that began anew is not left out for its low versions."""
     pool = foreign(tiny)

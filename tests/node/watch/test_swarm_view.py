@@ -86,6 +86,22 @@ def test_peers_and_totals(authors):
     assert totals["claims"] is totals["groups_own"] is totals["reward"] is None
 
 
+def test_unused_groups_are_summed_by_reason(authors):
+    """Whatever peers state: what a liar says was of no use is more than it saw."""
+    anna, bert, carl = authors
+    view = view_of(
+        anna.heard(groups_seen=60, unused=(("no_spread", 20), ("not_drawn", 4))),
+        bert.heard(groups_seen=40, unused=(("not_drawn", 26),)),
+        carl.heard(),
+    )
+    totals = view.totals()
+    assert totals["groups_seen"] == 100
+    assert list(totals["groups_unused"].items()) == [("not_drawn", 30), ("no_spread", 20)]
+    assert "   50 % of groups unused, most not_drawn   " in headline(view)
+    view.take(anna.heard(at=NOW + 1, groups_seen=0, unused=(("no_spread", 2**40),)))
+    assert "   100 % of groups unused, most no_spread   " in headline(view)
+
+
 def test_bucketed_swarm_size_is_estimated(authors):
     """Of a swarm of buckets size and speed are estimated by those heard of."""
     anna, bert, carl = authors

@@ -17,9 +17,10 @@ from shoal.swarm.membership.health_report import (
     health_report,
 )
 from shoal.swarm.membership.overview import overview, totals, totals_said
+from shoal.swarm.training.member import member_fields
 from shoal.swarm.wire.envelope import FAILURES
 from shoal.swarm.wire.messages import MemberEnd
-from shoal.swarm.wire.record import Exchanges, Faults, LinkUse, NodeRecord, Progress
+from shoal.swarm.wire.record import Exchanges, Faults, LinkUse, NodeRecord, Progress, Rollouts
 from tests.support.records import member_of
 
 NOW = 1e9
@@ -366,3 +367,24 @@ def test_status_shows_with_whom_a_member_ended(fields, shown):
     lines = table({**report, "link": "shoal://x", "invite_only": False}).splitlines()
     row = next(line for line in lines if "anna" in line)
     assert row.rstrip(" │").endswith(f" {shown}")
+
+
+def test_status_shows_which_groups_were_of_no_use():
+    """A column only where a member shares rollouts, with the share and the usual reason."""
+    rollouts = Rollouts(groups_seen=40, unused=(("no_spread", 10), ("not_drawn", 2)))
+    stated = member_fields(NodeRecord(rollouts=rollouts))
+    assert stated["unused"] == (0.3, "no_spread")
+    peers = [Identity.ephemeral().peer_id for _ in range(2)]
+    manifest = Manifest(name="m", created=0.0, creator=peers[0], task="rl", model="0" * 64)
+    usual = {"round": 3, "step": 9, "steps_per_s": 1.0}
+    members = {peer: member_of(peer, **usual) for peer in peers}
+    view = {"link": "shoal://x", "invite_only": False}
+    plain = overview("a" * 52, manifest, members, 0.0)
+    assert "unused groups" not in table({**plain, **view})
+    members[peers[1]] = member_of(peers[1], **usual, unused=stated["unused"])
+    found = overview("a" * 52, manifest, members, 0.0)
+    (told,) = [one for one in found["members"] if "rollouts" in one]
+    assert told["rollouts"] == {"unused_share": 0.3, "unused_most": "no_spread"}
+    shown = table({**found, **view})
+    assert "unused groups" in shown
+    assert "30 %, most no_spread" in shown

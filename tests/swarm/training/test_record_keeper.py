@@ -76,9 +76,19 @@ def test_it_says_why_the_newest_had_no_partner():
 def test_reinforcement_learning_and_verification_are_counted():
     keeper = keeper_of()
     assert keeper.record().rollouts is keeper.record().checks is None
-    for reward in (0.25, 0.5):
-        keeper.learnt(reward=reward, own=4, foreign=2)
-    assert keeper.record().rollouts == Rollouts(reward=0.5, groups_own=8, groups_foreign=4)
+    for reward, seen in ((0.25, 8), (0.5, 20)):
+        unused = {"not_drawn": 2, "no_spread": 3}
+        keeper.learnt(reward=reward, own=4, foreign=2, seen=seen, unused=unused)
+    found = keeper.record().rollouts
+    assert found == Rollouts(
+        reward=0.5,
+        groups_own=8,
+        groups_foreign=4,
+        groups_seen=20,
+        unused=(("no_spread", 3), ("not_drawn", 2)),
+    )
+    assert found.unused_share == 0.25
+    assert Rollouts().unused_share is None
     assert len(PEERS) > MAX_BANNED
     keeper.bans(PEERS)
     keeper.checked(claims=5, checked=4, invalid=1)

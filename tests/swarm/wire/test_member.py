@@ -47,6 +47,7 @@ LARGEST = {
     "steps_per_s": MAX_RATE / 3,
     "tokens_per_s": MAX_RATE / 3,
     "mfu": MAX_SHARE / 3,
+    "unused": (1 / 3, "a" * 16),
     "shard": MAX_COUNT - 1,
     "shards": MAX_COUNT,
     "model": "f" * 64,
