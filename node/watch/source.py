@@ -57,6 +57,7 @@ from shoal.swarm.manifest import MANIFEST_PROTOCOL, creator_of, swarm_id, title_
 from shoal.swarm.p2p import connections
 from shoal.swarm.p2p.daemon import DAEMON_GONE, Daemon, DaemonError, PutOffError
 from shoal.swarm.p2p.dial_backoff import DialBackoff
+from shoal.swarm.p2p.messages import ask
 from shoal.swarm.p2p.newest import Newest
 from shoal.swarm.p2p.pubsub import Subscription
 from shoal.swarm.p2p.rate_limit import RateLimit, TokenBuckets
@@ -65,7 +66,7 @@ from shoal.swarm.p2p.stream import Stream
 from shoal.swarm.pacing.meter import TrafficMeter
 from shoal.swarm.topics.receipts import Receipts
 from shoal.swarm.topics.status import Status
-from shoal.swarm.wire.envelope import Message, pack, unpack
+from shoal.swarm.wire.envelope import Message
 from shoal.swarm.wire.messages import SEED_PROTOCOL, ManifestReply, ManifestRequest
 from shoal.swarm.wire.record import GONE
 
@@ -307,8 +308,7 @@ class LightClient:
             log.debug("no manifest from %s: %s", peer, error)  # a bootstrap node has none
             return False
         with contextlib.closing(stream):
-            await stream.send(pack(ManifestRequest(swarm=self._link.swarm)), ASK_S)
-            reply = unpack(await stream.receive(ManifestReply.LIMIT, ASK_S), ManifestReply)
+            reply = await ask(stream, ManifestRequest(swarm=self._link.swarm), ManifestReply, ASK_S)
         if reply.manifest is None or swarm_id(reply.manifest) != self._link.swarm:
             return False
         title = title_of(reply.manifest)
@@ -332,8 +332,7 @@ class LightClient:
 
     async def _ask_for_change(self, daemon: Daemon, peer: str) -> None:
         with contextlib.closing(await self._open(daemon, peer, CHANGE_PROTOCOL)) as stream:
-            await stream.send(pack(ChangeRequest(swarm=self._link.swarm)), ASK_S)
-            reply = unpack(await stream.receive(ChangeReply.LIMIT, ASK_S), ChangeReply)
+            reply = await ask(stream, ChangeRequest(swarm=self._link.swarm), ChangeReply, ASK_S)
         if not reply.change:
             return
         change = open_change(reply.change, self._link.swarm, self._creator)

@@ -23,9 +23,9 @@ from shoal.swarm.gossip.envelope import (
     Encoding,
 )
 from shoal.swarm.p2p.addresses import by_turns, range_of
+from shoal.swarm.p2p.messages import receive_bytes, receive_message, send_bytes, send_message
 from shoal.swarm.p2p.rate_limit import RateLimit, TokenBuckets
 from shoal.swarm.p2p.stream import Stream, short
-from shoal.swarm.wire.envelope import pack, unpack
 
 if TYPE_CHECKING:
     from shoal.swarm.p2p.host import Host
@@ -121,8 +121,9 @@ class BodyStore:
             peer, self._protocol, addresses=self._addresses(peer), timeout=left(timeout)
         )
         with contextlib.closing(await opening) as stream:
-            await stream.send(pack(BodyRequest(swarm=self._swarm, sha256=sha256)), left(CHUNK_S))
-            reply = unpack(await stream.receive(BodyReply.LIMIT, left(CHUNK_S)), BodyReply)
+            request = BodyRequest(swarm=self._swarm, sha256=sha256)
+            await send_message(stream, request, left(CHUNK_S))
+            reply = await receive_message(stream, BodyReply, left(CHUNK_S))
             if not reply.nbytes:
                 raise MessageError("The peer does not hold the body any more.", "unavailable")
             if up_to and reply.nbytes > nbytes:
@@ -136,9 +137,7 @@ class BodyStore:
                     "digest",
                 )
             body = bytearray(reply.nbytes)
-            await stream.swap(
-                memoryview(b""), memoryview(body), chunk_timeout=CHUNK_S, deadline=end
-            )
+            await receive_bytes(stream, memoryview(body), chunk_timeout=CHUNK_S, deadline=end)
         whole = bytes(body)
         # Hashing some hundred megabytes here would block the loop, and so every exchange, for as
         # many milliseconds.
@@ -154,16 +153,14 @@ class BodyStore:
         return whole
 
     async def _answer(self, stream: Stream) -> None:
-        request = unpack(await stream.receive(BodyRequest.LIMIT, CHUNK_S), BodyRequest)
+        request = await receive_message(stream, BodyRequest, CHUNK_S)
         body = (self.get(request.sha256) if request.swarm == self._swarm else None) or b""
         if self._quotas is not None and not self._quotas.take(stream.peer_id, 1, len(body)):
             body = b""
-        await stream.send(pack(BodyReply(nbytes=len(body))), CHUNK_S)
+        await send_message(stream, BodyReply(nbytes=len(body)), CHUNK_S)
         if body:
             end, _ = deadline(SERVE_S)
-            await stream.swap(
-                memoryview(body), memoryview(bytearray()), chunk_timeout=CHUNK_S, deadline=end
-            )
+            await send_bytes(stream, memoryview(body), chunk_timeout=CHUNK_S, deadline=end)
 
 
 log = logging.getLogger(__name__)

@@ -15,10 +15,11 @@ from shoal.swarm.access.invitation import MAX_SHOWN
 from shoal.swarm.access.policy import AccessPolicy
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.p2p.host import Host
+from shoal.swarm.p2p.messages import send_message
 from shoal.swarm.p2p.newest import Newest
 from shoal.swarm.p2p.resource_manager import ADMISSION_PROTOCOL, FREE
 from shoal.swarm.p2p.stream import Stream, short
-from shoal.swarm.wire.envelope import pack, unpack
+from shoal.swarm.wire.envelope import unpack
 from shoal.swarm.wire.messages import AdmissionReply
 
 MESSAGE_S = 5.0
@@ -77,4 +78,4 @@ class AdmissionHandshake:
         shown = await stream.receive(MAX_SHOWN, MESSAGE_S)
         reason = self._access_policy.refusal(stream.peer_id, shown)
         own = b"" if reason else self._access_policy.ticket
-        await stream.send(pack(AdmissionReply(admission=own, reason=reason)), MESSAGE_S)
+        await send_message(stream, AdmissionReply(admission=own, reason=reason), MESSAGE_S)

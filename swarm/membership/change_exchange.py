@@ -17,7 +17,7 @@ from shoal.swarm.changes import (
 )
 from shoal.swarm.errors import MessageError
 from shoal.swarm.manifest import Manifest
-from shoal.swarm.wire.envelope import pack, unpack
+from shoal.swarm.p2p.messages import ask
 from shoal.swarm.wire.messages import Member
 
 if TYPE_CHECKING:
@@ -42,8 +42,7 @@ async def swap_change(
     """
     stream = await host.open(peer, CHANGE_PROTOCOL, addresses=addresses, timeout=OPEN_S)
     with contextlib.closing(stream):
-        await stream.send(pack(ChangeRequest(swarm=swarm, change=sealed)), MESSAGE_S)
-        return unpack(await stream.receive(ChangeReply.LIMIT, MESSAGE_S), ChangeReply)
+        return await ask(stream, ChangeRequest(swarm=swarm, change=sealed), ChangeReply, MESSAGE_S)
 
 
 def newest_change(

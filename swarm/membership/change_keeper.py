@@ -30,10 +30,10 @@ from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.manifest import Manifest
 from shoal.swarm.membership.change_exchange import MESSAGE_S, swap_change
 from shoal.swarm.p2p.counters import Counters
+from shoal.swarm.p2p.messages import receive_message, send_message
 from shoal.swarm.p2p.newest import Newest
 from shoal.swarm.p2p.stream import Stream, short
 from shoal.swarm.settings.training import TrainSettings
-from shoal.swarm.wire.envelope import pack, unpack
 
 if TYPE_CHECKING:
     from shoal.swarm.membership.directory import Directory
@@ -164,12 +164,11 @@ class ChangeKeeper:
             log.info("peer %s served no change of the settings: %s", short(peer), error)
 
     async def _answer(self, stream: Stream) -> None:
-        request = unpack(await stream.receive(ChangeRequest.LIMIT, MESSAGE_S), ChangeRequest)
+        request = await receive_message(stream, ChangeRequest, MESSAGE_S)
         reason = ""
         if request.swarm != self._swarm:
-            await stream.send(
-                pack(ChangeReply(reason=f"this peer belongs to swarm {self._swarm}")), MESSAGE_S
-            )
+            refusal = ChangeReply(reason=f"this peer belongs to swarm {self._swarm}")
+            await send_message(stream, refusal, MESSAGE_S)
             return
         if request.change:
             try:
@@ -178,4 +177,4 @@ class ChangeKeeper:
             except MessageError as error:
                 self.counters.reject(error.reason)
                 reason = str(error)
-        await stream.send(pack(ChangeReply(change=self.sealed, reason=reason)), MESSAGE_S)
+        await send_message(stream, ChangeReply(change=self.sealed, reason=reason), MESSAGE_S)

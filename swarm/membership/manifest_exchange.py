@@ -12,9 +12,9 @@ from shoal.swarm.access.link import Link
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.manifest import MANIFEST_PROTOCOL, Manifest, open_manifest
 from shoal.swarm.p2p.host import Host
+from shoal.swarm.p2p.messages import ask, receive_message, send_message
 from shoal.swarm.p2p.stream import Stream
 from shoal.swarm.p2p.tasks import running
-from shoal.swarm.wire.envelope import pack, unpack
 from shoal.swarm.wire.messages import ManifestReply, ManifestRequest
 
 MESSAGE_S = 10.0
@@ -25,12 +25,12 @@ def serve_manifest(host: Host, swarm: str, sealed: bytes) -> None:
     """Serve the sealed manifest to callers that ask for this swarm."""
 
     async def answer(stream: Stream) -> None:
-        request = unpack(await stream.receive(ManifestRequest.LIMIT, MESSAGE_S), ManifestRequest)
+        request = await receive_message(stream, ManifestRequest, MESSAGE_S)
         reply = ManifestReply(manifest=sealed, swarm=swarm, reason="")
         if request.swarm != swarm:
             reason = f"this peer belongs to swarm {swarm}"
             reply = ManifestReply(manifest=None, swarm=swarm, reason=reason)
-        await stream.send(pack(reply), MESSAGE_S)
+        await send_message(stream, reply, MESSAGE_S)
 
     host.serve(MANIFEST_PROTOCOL, answer)
 
@@ -43,7 +43,7 @@ def fetch_manifest(host: Host, link: Link, timeout: float = 20.0) -> tuple[bytes
     or NetworkError (none answered).
     """
 
-    async def ask(address: str, dial: tuple[str, ...]) -> tuple[bytes, Manifest]:
+    async def ask_peer(address: str, dial: tuple[str, ...]) -> tuple[bytes, Manifest]:
         try:
             opening = host.open(
                 address.rpartition("/p2p/")[2],
@@ -52,8 +52,8 @@ def fetch_manifest(host: Host, link: Link, timeout: float = 20.0) -> tuple[bytes
                 timeout=MESSAGE_S,
             )
             with contextlib.closing(await opening) as stream:
-                await stream.send(pack(ManifestRequest(swarm=link.swarm)), MESSAGE_S)
-                reply = unpack(await stream.receive(ManifestReply.LIMIT, MESSAGE_S), ManifestReply)
+                request = ManifestRequest(swarm=link.swarm)
+                reply = await ask(stream, request, ManifestReply, MESSAGE_S)
         except NetworkError as error:
             raise NetworkError(f"{address}: {error}") from error
         if reply.manifest is None:
@@ -66,7 +66,7 @@ def fetch_manifest(host: Host, link: Link, timeout: float = 20.0) -> tuple[bytes
     async def first() -> tuple[bytes, Manifest]:
         problem = ""
         wrong = None
-        async with running(*itertools.starmap(ask, sources.items())) as asked:
+        async with running(*itertools.starmap(ask_peer, sources.items())) as asked:
             for answer in asyncio.as_completed(asked):
                 try:
                     found: tuple[bytes, Manifest] = await answer

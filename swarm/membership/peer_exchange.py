@@ -26,9 +26,10 @@ from shoal.swarm.membership.directory import PRESENT, TTL_S, Directory
 from shoal.swarm.membership.record_reader import MAX_CLOCK_AHEAD_S
 from shoal.swarm.p2p.addresses import by_peer, host_of, range_of
 from shoal.swarm.p2p.counters import Counters
+from shoal.swarm.p2p.messages import ask, receive_message, send_message
 from shoal.swarm.p2p.rate_limit import RateLimit, TokenBuckets
 from shoal.swarm.p2p.stream import Stream, short
-from shoal.swarm.wire.envelope import KIB, Message, Reason, SwarmId, pack, seal, unpack, unseal
+from shoal.swarm.wire.envelope import KIB, Message, Reason, SwarmId, seal, unseal
 from shoal.swarm.wire.messages import Member, Record
 
 if TYPE_CHECKING:
@@ -243,8 +244,7 @@ class PeerExchange:
             with contextlib.closing(await opening) as stream:
                 # Not before: in a swarm by invitation only, opening a stream has made sure that the
                 # peer was invited.
-                await stream.send(pack(self._shuffle(peer, want)), SMALL_S)
-                reply = unpack(await stream.receive(ShuffleReply.LIMIT, SMALL_S), ShuffleReply)
+                reply = await ask(stream, self._shuffle(peer, want), ShuffleReply, SMALL_S)
             if reply.record is None:
                 raise MessageError(
                     f"peer {short(peer)} does not exchange peers: {reply.reason or 'no reason'}.",
@@ -281,7 +281,7 @@ class PeerExchange:
         ):
             self.counters.reject("rate")
             return
-        shuffle = unpack(await stream.receive(Shuffle.LIMIT, SMALL_S), Shuffle)
+        shuffle = await receive_message(stream, Shuffle, SMALL_S)
         own = self._directory.own()
         try:
             if shuffle.swarm != self._swarm:
@@ -291,16 +291,15 @@ class PeerExchange:
                 raise MessageError("this peer has not joined yet, or is leaving.", "early")
         except MessageError as error:
             self.counters.reject(error.reason)
-            await stream.send(pack(ShuffleReply(reason=str(error))), SMALL_S)
+            await send_message(stream, ShuffleReply(reason=str(error)), SMALL_S)
             return
         offered = self.views.sample(shuffle.want, peer, self._clock() - MAX_AGE_S)
         self.views.met(met)
         if self.views.knows(peer):
             self._host.remember(met.addresses)
         self._take(peer, shuffle.offered)
-        await stream.send(
-            pack(ShuffleReply(record=seal(own, self._identity), offered=offered)), SMALL_S
-        )
+        reply = ShuffleReply(record=seal(own, self._identity), offered=offered)
+        await send_message(stream, reply, SMALL_S)
 
     def _hear(self, peer: str, record: bytes, source: str) -> Contact:
         """Check the record that ``peer`` hands over of itself, and give it to the directory.

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING
 
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.identity import Identity
+from shoal.swarm.p2p.messages import ask
 from shoal.swarm.p2p.seed_request import ANSWER_S, addresses_of, ask_seed
 from shoal.swarm.p2p.stream import Stream, short
-from shoal.swarm.wire.envelope import MAX_BYTES, MAX_COUNT, pack, seal, unpack
+from shoal.swarm.wire.envelope import MAX_BYTES, MAX_COUNT, seal
 from shoal.swarm.wire.messages import (
     MAX_MANIFEST,
     MAX_TOPICS,
@@ -159,5 +160,4 @@ class SeedAnnouncer:
 
 async def ask_swarms(stream: Stream, request: SwarmsRequest) -> SwarmsReply:
     with contextlib.closing(stream):
-        await stream.send(pack(request), ANSWER_S)
-        return unpack(await stream.receive(SwarmsReply.LIMIT, ANSWER_S), SwarmsReply)
+        return await ask(stream, request, SwarmsReply, ANSWER_S)

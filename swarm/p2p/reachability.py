@@ -29,9 +29,10 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from shoal.swarm.p2p.addresses import is_loopback, is_public_host
+from shoal.swarm.p2p.messages import receive_message, send_message
 from shoal.swarm.p2p.rate_limit import RateLimit, TokenBuckets
 from shoal.swarm.p2p.stream import Stream
-from shoal.swarm.wire.envelope import Message, Moment, Nonce, Reach, pack, unpack
+from shoal.swarm.wire.envelope import Message, Moment, Nonce, Reach, pack
 
 DIAL_PROTOCOL = "/shoal/dial-back/1"
 MESSAGE_S = 5.0  # for one small message
@@ -136,11 +137,11 @@ class ReachabilityProbe:
 
     async def answer(self, stream: Stream) -> None:
         """Serve one stream of `DIAL_PROTOCOL`. Raises NetworkError or MessageError."""
-        request = unpack(await stream.receive(DialRequest.LIMIT, MESSAGE_S), DialRequest)
-        await stream.send(pack(DialSeen(address=stream.origin, now=self._clock())), MESSAGE_S)
+        request = await receive_message(stream, DialRequest, MESSAGE_S)
+        await send_message(stream, DialSeen(address=stream.origin, now=self._clock()), MESSAGE_S)
         if request.port is not None:
             outcome = await self._dial(stream.origin, request.port, request.token)
-            await stream.send(pack(DialReply(outcome=outcome)), MESSAGE_S)
+            await send_message(stream, DialReply(outcome=outcome), MESSAGE_S)
 
     async def _dial(self, address: str, port: int, token: bytes) -> Outcome:
         if not address:
@@ -177,13 +178,12 @@ async def ask(stream: Stream, port: int | None = None, token: bytes = b"") -> Di
     began = time.monotonic()
     clock = time.time()
     await stream.send(request, MESSAGE_S)
-    seen = unpack(await stream.receive(DialSeen.LIMIT, MESSAGE_S), DialSeen)
+    seen = await receive_message(stream, DialSeen, MESSAGE_S)
     half = (time.monotonic() - began) / 2
     outcome = None
     if port is not None:
-        outcome = unpack(
-            await stream.receive(DialReply.LIMIT, MESSAGE_S + CONNECT_S + TOKEN_S), DialReply
-        ).outcome
+        patience_s = MESSAGE_S + CONNECT_S + TOKEN_S
+        outcome = (await receive_message(stream, DialReply, patience_s)).outcome
     return DialBackView(stream.peer_id, seen.address, seen.now - (clock + half), half, outcome)
 
 

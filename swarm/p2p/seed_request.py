@@ -6,8 +6,9 @@ import logging
 from collections.abc import Sequence
 
 from shoal.swarm.errors import MessageError
+from shoal.swarm.p2p.messages import ask
 from shoal.swarm.p2p.stream import Stream, short
-from shoal.swarm.wire.envelope import pack, unpack, unseal
+from shoal.swarm.wire.envelope import unseal
 from shoal.swarm.wire.messages import Member, SeedReply, SeedRequest
 
 log = logging.getLogger(__name__)
@@ -23,8 +24,8 @@ async def ask_seed(
 
     A member named may be gone. Raises NetworkError or MessageError.
     """
-    await stream.send(pack(SeedRequest(swarm=swarm, record=record, topics=tuple(topics))), ANSWER_S)
-    reply = unpack(await stream.receive(SeedReply.LIMIT, ANSWER_S), SeedReply)
+    request = SeedRequest(swarm=swarm, record=record, topics=tuple(topics))
+    reply = await ask(stream, request, SeedReply, ANSWER_S)
     if reply.reason:
         log.warning(
             "bootstrap node %s does not note this node: %s", short(stream.peer_id), reply.reason

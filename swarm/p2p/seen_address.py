@@ -18,10 +18,11 @@ from pydantic import Field
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.p2p.addresses import host_of
 from shoal.swarm.p2p.daemon import DAEMON_GONE, Daemon
+from shoal.swarm.p2p.messages import receive_message, send_message
 from shoal.swarm.p2p.reachability import LOWEST_PORT
 from shoal.swarm.p2p.stream import Stream
 from shoal.swarm.pacing.meter import TrafficMeter
-from shoal.swarm.wire.envelope import Message, pack, unpack
+from shoal.swarm.wire.envelope import Message
 from shoal.swarm.wire.messages import SEEN_PROTOCOL
 
 MESSAGE_S = 5.0
@@ -50,7 +51,7 @@ async def tell_seen(daemon: Daemon, stream: Stream) -> None:
     # An asker that has moved is for half a minute connected from where it was too; the newest is
     # the last.
     address = own[-1][:MAX_ADDRESS_CHARS] if own else ""
-    await stream.send(pack(Seen(address=address)), MESSAGE_S)
+    await send_message(stream, Seen(address=address), MESSAGE_S)
 
 
 async def ask_seen(
@@ -65,7 +66,7 @@ async def ask_seen(
             await asyncio.wait_for(daemon.connect(peer, addresses, seconds=DIAL_S), MESSAGE_S)
             ends = await asyncio.wait_for(daemon.open(peer, SEEN_PROTOCOL), MESSAGE_S)
             with contextlib.closing(Stream(peer, *ends, traffic)) as stream:
-                seen = unpack(await stream.receive(Seen.LIMIT, MESSAGE_S), Seen)
+                seen = await receive_message(stream, Seen, MESSAGE_S)
             if seen.address:
                 return seen.address
     return ""

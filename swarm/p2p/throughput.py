@@ -10,10 +10,11 @@ from typing import Annotated
 from pydantic import Field
 
 from shoal.swarm.errors import NetworkError
+from shoal.swarm.p2p.messages import ask, receive_message, send_message
 from shoal.swarm.p2p.rate_limit import RateLimit, TokenBuckets
 from shoal.swarm.p2p.reachability import MESSAGE_S
 from shoal.swarm.p2p.stream import Stream, short
-from shoal.swarm.wire.envelope import Message, Reason, pack, unpack
+from shoal.swarm.wire.envelope import Message, Reason
 
 SPEED_PROTOCOL = "/shoal/speed/1"
 MAX_BYTES = 2 << 20  # each way
@@ -68,7 +69,7 @@ class ThroughputProbe:
 
     async def answer(self, stream: Stream) -> None:
         """Serve one stream of `SPEED_PROTOCOL`. Raises NetworkError or MessageError."""
-        request = unpack(await stream.receive(SpeedRequest.LIMIT, MESSAGE_S), SpeedRequest)
+        request = await receive_message(stream, SpeedRequest, MESSAGE_S)
         reason = ""
         if not stream.origin:  # it would use up the relay's bandwidth
             reason = "the connection goes through a relay"
@@ -77,10 +78,10 @@ class ThroughputProbe:
             and self._all.take("", 1, request.nbytes)
         ):
             reason = "it was asked too often, so try again in a minute"
-        await stream.send(pack(SpeedReply(reason=reason)), MESSAGE_S)
+        await send_message(stream, SpeedReply(reason=reason), MESSAGE_S)
         if not reason:
             await _swap(stream, request.nbytes)
-            await stream.send(pack(SpeedDone()), MESSAGE_S)
+            await send_message(stream, SpeedDone(), MESSAGE_S)
 
 
 async def _swap(
@@ -97,8 +98,7 @@ async def measure(stream: Stream, nbytes: int = MAX_BYTES) -> Throughput:
 
     Raises NetworkError (nothing came, or a refusal) or MessageError.
     """
-    await stream.send(pack(SpeedRequest(nbytes=nbytes)), MESSAGE_S)
-    reply = unpack(await stream.receive(SpeedReply.LIMIT, MESSAGE_S), SpeedReply)
+    reply = await ask(stream, SpeedRequest(nbytes=nbytes), SpeedReply, MESSAGE_S)
     if reply.reason:
         raise NetworkError(f"peer {short(stream.peer_id)} does not measure: {reply.reason}.")
     loop = asyncio.get_running_loop()
@@ -107,7 +107,7 @@ async def measure(stream: Stream, nbytes: int = MAX_BYTES) -> Throughput:
     whole = True
     try:
         await _swap(stream, nbytes, lambda received: moved.append((loop.time(), received)))
-        unpack(await stream.receive(SpeedDone.LIMIT, MOVE_S), SpeedDone)
+        await receive_message(stream, SpeedDone, MOVE_S)
     except NetworkError:
         if not moved[-1][1]:
             raise

@@ -22,6 +22,7 @@ from shoal.swarm.p2p.addresses import by_turns, range_of
 from shoal.swarm.p2p.daemon import ANSWER_S, DAEMON_GONE, Daemon, Incoming
 from shoal.swarm.p2p.daemon_restart import started_again
 from shoal.swarm.p2p.listening import beside, check_announced, check_free, fixed_ports, obtain_ports
+from shoal.swarm.p2p.messages import receive_message, send_message
 from shoal.swarm.p2p.reachability import DIAL_PROTOCOL, ReachabilityProbe
 from shoal.swarm.p2p.relay_slots import launch_relay
 from shoal.swarm.p2p.seen_address import tell_seen
@@ -30,7 +31,6 @@ from shoal.swarm.p2p.stream_places import StreamPlaces
 from shoal.swarm.pacing.meter import TrafficMeter
 from shoal.swarm.seed.forwarding import GossipForwarding
 from shoal.swarm.seed.registry import SeedRegistry
-from shoal.swarm.wire.envelope import pack, unpack
 from shoal.swarm.wire.messages import (
     SEED_PROTOCOL,
     SEEN_PROTOCOL,
@@ -167,15 +167,15 @@ class Seed:
         return incoming
 
     async def _answer(self, stream: Stream) -> None:
-        request = unpack(await stream.receive(SeedRequest.LIMIT, MESSAGE_S), SeedRequest)
+        request = await receive_message(stream, SeedRequest, MESSAGE_S)
         answer = self.registry.answer(stream.peer_id, request, stream.origin)
         if self._relay and self.registry.has(request.swarm, stream.peer_id):
             self.forwarding.ask(request.swarm, request.topics, stream.origin)
-        await stream.send(pack(answer), MESSAGE_S)
+        await send_message(stream, answer, MESSAGE_S)
 
     async def _list(self, stream: Stream) -> None:
-        request = unpack(await stream.receive(SwarmsRequest.LIMIT, MESSAGE_S), SwarmsRequest)
-        await stream.send(pack(self.registry.listing(stream.peer_id, request)), MESSAGE_S)
+        request = await receive_message(stream, SwarmsRequest, MESSAGE_S)
+        await send_message(stream, self.registry.listing(stream.peer_id, request), MESSAGE_S)
 
     async def _limited(self, stream: Stream, answer: Callable[[Stream], Awaitable[None]]) -> None:
         is_full = self._places.peers[stream.peer_id] >= MAX_STREAMS_PER_PEER

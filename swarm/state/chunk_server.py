@@ -8,10 +8,10 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from shoal.swarm.errors import NetworkError
+from shoal.swarm.p2p.messages import receive_message, send_bytes, send_message
 from shoal.swarm.p2p.stream import Stream, short
 from shoal.swarm.p2p.stream_places import StreamPlaces
 from shoal.swarm.pacing.progress import extension_s
-from shoal.swarm.wire.envelope import pack, unpack
 from shoal.swarm.wire.messages import ChunkReply, ChunkRequest
 
 if TYPE_CHECKING:
@@ -66,15 +66,14 @@ class ChunkServer:
         with ExitStack() as download:
             while True:
                 # When the caller has all it wants it ends the stream, and this raises NetworkError.
-                request = unpack(await stream.receive(ChunkRequest.LIMIT, patience_s), ChunkRequest)
+                request = await receive_message(stream, ChunkRequest, patience_s)
                 snapshot = None
                 if request.swarm == self._swarm:
                     snapshot = self._kept.get(request.snapshot)
                 data = None if snapshot is None else _chunk(snapshot, request.chunk)
                 if snapshot is None or data is None:
-                    await stream.send(
-                        pack(ChunkReply(nbytes=0, reason="this peer does not hold it")), MESSAGE_S
-                    )
+                    missing = ChunkReply(nbytes=0, reason="this peer does not hold it")
+                    await send_message(stream, missing, MESSAGE_S)
                     continue
                 if left is None:
                     left = snapshot.header.nbytes + len(snapshot.digests)
@@ -92,11 +91,11 @@ class ChunkServer:
                     download.enter_context(self._kept.read(reading))
                 # Of what is sent much may still be in buffers before a slow link.
                 patience_s = IDLE_S + chunk_s(len(data))
-                await stream.send(pack(ChunkReply(nbytes=len(data))), MESSAGE_S)
+                await send_message(stream, ChunkReply(nbytes=len(data)), MESSAGE_S)
                 now = asyncio.get_running_loop().time()
-                await stream.swap(
+                await send_bytes(
+                    stream,
                     data,
-                    memoryview(bytearray()),
                     chunk_timeout=MESSAGE_S,
                     deadline=now + CHUNK_S,
                     longest=now + chunk_s(len(data)),

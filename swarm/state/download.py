@@ -22,9 +22,10 @@ from blake3 import blake3
 from torch import Tensor
 
 from shoal.swarm.errors import MessageError, NetworkError
+from shoal.swarm.p2p.messages import ask, receive_bytes
 from shoal.swarm.p2p.stream import Stream, short
 from shoal.swarm.p2p.tasks import running
-from shoal.swarm.wire.envelope import CHUNK, pack, unpack
+from shoal.swarm.wire.envelope import CHUNK
 from shoal.swarm.wire.messages import ChunkReply, ChunkRequest, StateHeader
 
 if TYPE_CHECKING:
@@ -42,8 +43,6 @@ from shoal.swarm.state.snapshot import DIGEST_BYTES, chunk_size, chunks_in, snap
 from shoal.swarm.state.spool import Spool, spool_for
 
 log = logging.getLogger(__name__)
-
-NOTHING = memoryview(b"")
 
 
 class NotHeldError(NetworkError):
@@ -82,10 +81,8 @@ class ChunkSource:
                 self.close()
                 raise NetworkError("the download is over.")
         stream = self._stream
-        await stream.send(
-            pack(ChunkRequest(swarm=self._swarm, snapshot=self._id, chunk=chunk)), MESSAGE_S
-        )
-        reply = unpack(await stream.receive(ChunkReply.LIMIT, MESSAGE_S), ChunkReply)
+        request = ChunkRequest(swarm=self._swarm, snapshot=self._id, chunk=chunk)
+        reply = await ask(stream, request, ChunkReply, MESSAGE_S)
         if not reply.nbytes:
             raise NotHeldError(f"peer {short(self.peer)} does not hold these weights any more.")
         if reply.nbytes != len(room):
@@ -94,8 +91,8 @@ class ChunkSource:
                 f"{len(room)} fit."
             )
         now = asyncio.get_running_loop().time()
-        await stream.swap(
-            NOTHING,
+        await receive_bytes(
+            stream,
             room,
             chunk_timeout=MESSAGE_S,
             deadline=now + CHUNK_S,

@@ -18,13 +18,14 @@ from torch import Tensor
 from shoal.optim.codecs.base import Shape
 from shoal.optim.codecs.floats import FLOAT32
 from shoal.swarm.errors import NetworkError
+from shoal.swarm.p2p.messages import receive_message, send_message
 from shoal.swarm.p2p.stream import Stream
 from shoal.swarm.p2p.stream_places import StreamPlaces
 from shoal.swarm.state.chunk_server import MESSAGE_S, ChunkServer
 from shoal.swarm.state.snapshot import Snapshot, State, encode, make, nothing
 from shoal.swarm.state.snapshot_cache import SnapshotCache
 from shoal.swarm.state.spool import Spool
-from shoal.swarm.wire.envelope import pack, pack_names, unpack
+from shoal.swarm.wire.envelope import pack_names
 from shoal.swarm.wire.messages import Answer, StateHeader, StateRequest
 
 if TYPE_CHECKING:
@@ -200,8 +201,8 @@ class StateServer:
         return (-request.round, peer) < (-own, self._host.peer_id)
 
     async def _answer(self, stream: Stream) -> None:
-        request = unpack(await stream.receive(StateRequest.LIMIT, MESSAGE_S), StateRequest)
-        await stream.send(pack(await self._reply(stream, request)), MESSAGE_S)
+        request = await receive_message(stream, StateRequest, MESSAGE_S)
+        await send_message(stream, await self._reply(stream, request), MESSAGE_S)
 
     async def _reply(self, stream: Stream, request: StateRequest) -> StateHeader | Answer:
         if request.swarm != self._swarm:
@@ -219,7 +220,7 @@ class StateServer:
         seconds = making_s(FLOAT32.nbytes(self._shapes))
         try:
             # Shows that this peer is awake.
-            await stream.send(pack(Answer(verdict="wait", round=0)), MESSAGE_S)
+            await send_message(stream, Answer(verdict="wait", round=0), MESSAGE_S)
             if self._resting is not None:
                 asyncio.get_running_loop().run_in_executor(None, self._offer_at_rest)
             found = await asyncio.wait_for(future, seconds)

@@ -19,10 +19,11 @@ from pydantic import Field
 
 from shoal.swarm.errors import MessageError
 from shoal.swarm.gossip.bodies import deadline
+from shoal.swarm.p2p.messages import receive_bytes, receive_message, send_bytes, send_message
 from shoal.swarm.p2p.newest import Newest
 from shoal.swarm.p2p.rate_limit import RateLimit, TokenBuckets
 from shoal.swarm.p2p.stream import Stream, short
-from shoal.swarm.wire.envelope import KIB, Count, Message, Reason, SwarmId, pack, unpack
+from shoal.swarm.wire.envelope import KIB, Count, Message, Reason, SwarmId
 
 if TYPE_CHECKING:
     from shoal.swarm.p2p.host import Host
@@ -91,7 +92,7 @@ class LogServer:
         self._worker.shutdown(wait=False, cancel_futures=True)
 
     async def _answer(self, stream: Stream) -> None:
-        request = unpack(await stream.receive(LogRequest.LIMIT, MESSAGE_S), LogRequest)
+        request = await receive_message(stream, LogRequest, MESSAGE_S)
         log = b""
         reason = ""
         if request.swarm != self._swarm:
@@ -101,12 +102,10 @@ class LogServer:
         else:
             log, reason = await self._log(request.since)
         nbytes = None if reason else len(log)
-        await stream.send(pack(LogReply(nbytes=nbytes, reason=reason)), MESSAGE_S)
+        await send_message(stream, LogReply(nbytes=nbytes, reason=reason), MESSAGE_S)
         if log and not reason:
             end, _ = deadline(SERVE_S)
-            await stream.swap(
-                memoryview(log), memoryview(bytearray()), chunk_timeout=MESSAGE_S, deadline=end
-            )
+            await send_bytes(stream, memoryview(log), chunk_timeout=MESSAGE_S, deadline=end)
 
     async def _log(self, since: int) -> tuple[bytes, str]:
         """Return the log, or the reason why there is none."""
@@ -157,13 +156,11 @@ async def _fetch(
     end, left = deadline(timeout)
     opened = await host.open(peer, LOG_PROTOCOL, addresses=addresses, timeout=left(timeout))
     with contextlib.closing(opened) as stream:
-        await stream.send(pack(request), left(MESSAGE_S))
-        reply = unpack(await stream.receive(LogReply.LIMIT, left(MAKE_S + MESSAGE_S)), LogReply)
+        await send_message(stream, request, left(MESSAGE_S))
+        reply = await receive_message(stream, LogReply, left(MAKE_S + MESSAGE_S))
         if reply.nbytes is None:
             raise MessageError(f"Peer {short(peer)} serves no log: {reply.reason}.", "unavailable")
         log = bytearray(reply.nbytes)
         if log:
-            await stream.swap(
-                memoryview(b""), memoryview(log), chunk_timeout=MESSAGE_S, deadline=end
-            )
+            await receive_bytes(stream, memoryview(log), chunk_timeout=MESSAGE_S, deadline=end)
     return bytes(log)
