@@ -6,6 +6,7 @@ import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from shoal.node.rl.task import RLRound, RLTask
@@ -30,7 +31,7 @@ OWN_WITHOUT_SPREAD = "own_no_spread"
 class RolloutSharing:
     """Sharing of the rollouts of ``task``.
 
-    Each round is passed to ``write(event, **fields)``, some to ``notify``.
+    Each round is passed to ``write(event, **fields)``, some to ``notify``. ``folder``: the node's.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class RolloutSharing:
         write: Callable[..., None],
         notify: Callable[[str], None],
         ram: float,
+        folder: Path | None = None,
     ) -> None:
         assert isinstance(task, RLTask)
         self._task = task
@@ -53,7 +55,7 @@ class RolloutSharing:
             membership.gossip, task.env.knows, limits=limits, clock=now, barred=barred
         )
         me = f"{membership.swarm}:{membership.host.peer_id}"
-        task.connect(self._pool, me, self._on_round)
+        task.connect(self._pool, me, self._on_round, folder)
 
     def _on_round(self, round: RLRound) -> None:
         seen, unused = self._seen()

@@ -14,10 +14,12 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 
 import torch
 
 from shoal.node.config.rl_settings import RLSettings
+from shoal.node.rl.asked_rounds import AskedRounds
 from shoal.node.rl.environment import HELD_OUT, Env, EnvError, Question
 from shoal.node.rl.objective import load_loss, make_objective
 from shoal.node.rl.policy import Completion, Policy, frozen_copy
@@ -98,6 +100,7 @@ class RLTask(Task):
         self._sharing: RolloutPool | None = None
         self._claiming: Claiming = lambda policy, seed, index: None
         self._me = ""
+        self._asked = AskedRounds(None, 0)
         self._on_round: Callable[[RLRound], None] = lambda round: None
         self.rounds = 0
         self.cumulative = 0.0
@@ -118,14 +121,17 @@ class RLTask(Task):
         sharing: RolloutPool | None,
         me: str,
         on_round: Callable[[RLRound], None] = lambda round: None,
+        folder: Path | None = None,
     ) -> None:
         """Share rollouts through ``sharing``.
 
         ``me``: this node in this swarm, from which its questions follow. In another swarm they are
-        others, because the weights may have come along (--resume-from).
+        others, because the weights may have come along (--resume-from). ``folder``: where it notes
+        which it has asked.
         """
         self._sharing = sharing
         self._me = me
+        self._asked = AskedRounds(folder, self._number("questions", 0))
         self._on_round = on_round
 
     def claim(self, claiming: Claiming) -> None:
@@ -162,6 +168,7 @@ class RLTask(Task):
         """
         # Questions are made, not assigned: all nodes may ask whatever they like.
         del shard
+        self._asked.begin(step)
         self.foreign = RemoteRollouts(
             self.env,
             self.policy,
@@ -250,13 +257,14 @@ class RLTask(Task):
         """
         found: list[tuple[int, Question]] = []
         seed = self._number("questions", 0)
-        index = round * DRAWS_PER_ROUND
+        block = self._asked.ask(round)
+        index = block * DRAWS_PER_ROUND
         while len(found) < self.settings.local:
             question = self.env.made.question(seed, index)
             if question.prompt not in self.held_out_prompts:
                 found.append((index, question))
             index += 1
-            if index >= (round + 1) * DRAWS_PER_ROUND:
+            if index >= (block + 1) * DRAWS_PER_ROUND:
                 raise EnvError(
                     f"Of {DRAWS_PER_ROUND} questions of {self.env.label!r} hardly one is not held "
                     "out: make it ask more different questions, or set rl.held_out lower."

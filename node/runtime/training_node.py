@@ -331,7 +331,9 @@ class TrainingNode:
         if settings.task.hooks == RL:
             from shoal.node.rl.rollout_sharing import RolloutSharing
 
-            self.sharing = RolloutSharing(task, membership, self._note, log, settings.node.ram)
+            self.sharing = RolloutSharing(
+                task, membership, self._note, log, settings.node.ram, self.options.folder
+            )
             closing.callback(self.sharing.close)
         self.verification = start_verification(settings, membership, task)
         if self.verification is not None:

@@ -165,6 +165,7 @@ OWN = {
     "node/runtime/run_options.py:_own_link",
     "node/templates/finetune/task.py:Finetune.tokens_of",
     "node/templates/pretrain/task.py:Pretrain.text",
+    "node/rl/asked_rounds.py:AskedRounds._read",
     "node/verify/evidence_file.py:EvidenceFile.series",
     "node/verify/evidence_file.py:EvidenceFile.claims",
     "optim/codecs/memory.py:buffer",

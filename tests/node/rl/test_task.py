@@ -10,6 +10,7 @@ import torch
 
 from shoal.node.config.rl_settings import RLSettings
 from shoal.node.config.settings import Settings
+from shoal.node.rl.asked_rounds import NAME, AskedRounds
 from shoal.node.rl.environment import HELD_OUT, EnvError, Question
 from shoal.node.rl.loading import load_env, make_task
 from shoal.node.rl.policy import Completion
@@ -128,12 +129,12 @@ def test_resumed_rl_run_goes_on_alike(tiny):
     assert 0 <= whole.evaluate() <= 1
 
 
-def asked_by(peer, trainer_state=None, *, swarm="one", steps=3):
+def asked_by(peer, trainer_state=None, *, swarm="one", steps=3, folder=None):
     """Return the questions of a node that trains, or resumes, and its trainer."""
     policy = Tiny(ENV.made, seed=1, width=16, warm=Warm(steps=2, batch=4))
     task = RLTask(ENV, lambda: policy, RLSettings(held_out=20, local=2, external=0), seed=1)
     bus = Bus([], peer)
-    task.connect(bus, f"{swarm}:{peer}")
+    task.connect(bus, f"{swarm}:{peer}", folder=folder)
     made = Trainer(task, OuterSettings(method="none"), TrainSettings(steps=6))
     made.connect(made.opt.exchange, "run", SHARD)
     if trainer_state is not None:
@@ -152,7 +153,39 @@ def test_a_resumed_run_asks_no_question_again():
     assert len(set(whole)) == 12
     third, _ = asked_by(PEERS[0], again.state())
     assert not set(third) & set(whole)
-    assert asked_by(PEERS[0], trainer.state())[0] == after  # what was lost is asked again
+    # Without a folder what was lost is asked again.
+    assert asked_by(PEERS[0], trainer.state())[0] == after
+
+
+def test_what_a_crash_lost_is_not_asked_again(tmp_path):
+    """Rounds after the last checkpoint were shared already; an orderly end loses none."""
+    whole, _ = asked_by(PEERS[0], steps=6)
+    before, trainer = asked_by(PEERS[0], folder=tmp_path)
+    saved = trainer.state()
+    lost, _ = asked_by(PEERS[0], saved, folder=tmp_path)
+    assert before + lost == whole
+    after, again = asked_by(PEERS[0], saved, folder=tmp_path)
+    assert not set(after) & set(whole)
+    longer, _ = asked_by(PEERS[0], saved, folder=tmp_path)
+    assert not set(longer) & {*whole, *after}
+    asked = len({*whole, *after, *longer})
+    orderly, _ = asked_by(PEERS[0], again.state(), folder=tmp_path, steps=1)
+    assert len({*whole, *after, *longer, *orderly}) == asked + 2
+    other, _ = asked_by(PEERS[0], swarm="two", folder=tmp_path, steps=1)
+    assert other == asked_by(PEERS[0], swarm="two", steps=1)[0]
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"[]", b"{", b'{"seed": 1}', b'{"seed": 1, "rounds": -1}', b"\xff" * 9999]
+)
+def test_a_damaged_note_of_questions_counts_as_none(tmp_path, content):
+    (tmp_path / NAME).write_bytes(content)
+    asked = AskedRounds(tmp_path, 1)
+    asked.begin(0)
+    assert asked.ask(0) == 0
+    again = AskedRounds(tmp_path, 1)
+    again.begin(0)
+    assert again.ask(0) == 1
 
 
 def test_another_swarm_or_peer_has_other_questions():
