@@ -123,7 +123,9 @@ def test_announced_fields_are_those_of_the_message(world):
     world.member.announce("training")
     fields = world.calls[0][2]
     of_the_network = {"swarm", "peer", "addresses", "issued", "admission", "change"}
-    unset = {*of_the_network, *LinkUse.model_fields, "end"}
+    # What it came to at its end, and what was of no use of rollouts that it learns from.
+    of_some = {"end", "unused"}
+    unset = {*of_the_network, *LinkUse.model_fields, *of_some}
     assert set(fields) == set(Member.model_fields) - unset
     assert (fields["sketch"], fields["missing_names"]) == (SKETCH, ("carl",))
 
