@@ -260,10 +260,10 @@ class GroupReady(Message):
 
 
 class GroupReceipt(Message):
-    """The leader's answer to a ready message.
+    """The leader's answer to a ready message, and a member's to a probe.
 
     ``passed``: go to ``round``. ``elsewhere``: the sender itself waits at another leader, at
-    ``addresses``; may also follow later.
+    ``addresses``; may also follow later, as ``passed`` may, of what ``leader`` said.
     """
 
     KIND = "group-receipt"
@@ -273,6 +273,18 @@ class GroupReceipt(Message):
     round: Count
     leader: PeerId | None = None
     addresses: Annotated[tuple[Address, ...], Field(max_length=8)] = ()
+
+
+class GroupProbe(Message):
+    """Signed question of a leader to a member that is missing in a round: where it is.
+
+    The receipt in answer says ``noted`` if it may still come.
+    """
+
+    KIND = "group-probe"
+    swarm: SwarmId
+    round: Count
+    fragment: Count
 
 
 class GroupAlive(Message):

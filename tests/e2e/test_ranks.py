@@ -18,6 +18,7 @@ from shoal.node.training.trainer import Trainer
 from shoal.optim import Simulation
 from shoal.swarm.settings.outer import OuterSettings
 from shoal.swarm.settings.training import TrainSettings
+from shoal.swarm.wire.record import TAIL
 from tests.support.rank_processes import rank_of
 
 OPTIONS = {"width": 16, "heads": 2, "layers": 2, "context": 16, "batch": 4}
@@ -189,13 +190,16 @@ def test_every_layout_survives_a_dead_rank(shoal, eventually):
     assert [node.wait() for node in (copied, sharded, single)] == [130, 130, 130]
     assert "rank 1 was ended by SIGKILL" in copied.said()
 
-    # Up to the return of the lost peer, what the other two hold is known: that of as many single
-    # processes, without it at last.
-    members = [event["members"] for event in shoal.rounds("single")]
-    alone = members.index(2) if 2 in members else len(members)
-    until = next((n for n in range(alone, len(members)) if members[n] != 2), len(members))
-    assert until > alone >= 2, members
+    # Up to the next round of others than these two what they hold is known: that of as many single
+    # processes, at last without the lost peer. Who they are counts, not how many: the lost peer may
+    # return in a round that another one misses.
     peers = [shoal.result(name)["peer"] for name in names]
+    rounds = shoal.rounds("single")
+    met = [{peer for peer in peers if peer[-TAIL:] in event["partners"]} for event in rounds]
+    alone = next((n for n, others in enumerate(met) if others != {*peers[1:]}), len(met))
+    until = next((n for n in range(alone, len(met)) if met[n] != {peers[1]}), len(met))
+    assert until > alone >= 2, met
+    assert [event["round"] for event in rounds[:until]] == list(range(until))
     expected = reference(
         shoal,
         OuterSettings(**outer),

@@ -10,7 +10,7 @@ from tests.support.message_kinds import kinds, leaves
 from tests.support.records import GROUPS
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "security.md"
-MEETING = {"answer", "group-receipt", "offer", "group-ready", "member"}
+MEETING = {"answer", "group-receipt", "offer", "group-ready", "group-probe", "member"}
 VOTES = {
     "claim",
     "commitment",

@@ -14,8 +14,8 @@ from shoal.swarm.errors import ShoalError
 from shoal.swarm.exchange.group.leader import LEADER_PROTOCOL
 from shoal.swarm.exchange.pair.calls import EXCHANGE_PROTOCOL
 from shoal.swarm.p2p.stream import Stream
-from shoal.swarm.wire.envelope import ENVELOPE, MAX_COUNT, pack, seal, unseal
-from shoal.swarm.wire.messages import Answer, GroupReady, GroupReceipt, Offer
+from shoal.swarm.wire.envelope import ENVELOPE, MAX_COUNT, Message, pack, seal, unseal
+from shoal.swarm.wire.messages import Answer, GroupProbe, GroupReady, GroupReceipt, Offer
 from tests.sim.peers import MODEL, SWARM, SimPeer, SimSwarm
 
 FREE = (0, 4, 20)
@@ -58,7 +58,10 @@ class Liar:
         """Send the member on by whole cycles of fragments, as an honest leader does: another round
         is no round of its fragment.
         """
-        _, ready = unseal(await stream.receive(GroupReady.LIMIT + ENVELOPE, 1.0), GroupReady)
+        sealed = await stream.receive(GroupReady.LIMIT + ENVELOPE, 1.0)
+        ready: Message
+        _, ready = unseal(sealed, GroupReady, GroupProbe)
+        assert isinstance(ready, GroupReady | GroupProbe)
         fragments = self._swarm.setting.fragments
         round = ready.round + (self._round() - ready.round) // fragments * fragments
         await stream.send(pack(GroupReceipt(verdict="passed", round=round)), 1.0)

@@ -1,4 +1,6 @@
-"""A node that is killed in the last average: those that are left end in time and with one model."""
+"""A node that is killed, or stalls, in the last average: those that are left end in time and with
+one model.
+"""
 
 import asyncio
 from functools import partial
@@ -64,18 +66,23 @@ class Ending:
 
 class EndingSwarm:
     """So many peers at their end, on one virtual clock, of which ``victim`` is killed at
-    ``kill_at``.
+    ``fault_at``, or stalls for ``stall_s``.
     """
 
-    def __init__(self, count, victim, kill_at, monkeypatch):
+    def __init__(self, count, victim, fault_at, monkeypatch, stall_s=None):
         self.loop = VirtualLoop()
         monkeypatch.setattr(last_average, "time", SimpleNamespace(monotonic=self.loop.time))
         with isolated(self.loop) as errors:
             self.network = SimNetwork(self.loop, 0, LINKS, Trace())
             self.peers = [Ending(self, number) for number in range(count)]
-            self.left = [peer for peer in self.peers if peer is not self.peers[victim]]
+            hit = self.peers[victim]
+            self.left = [peer for peer in self.peers if peer is not hit or stall_s is not None]
             tasks = {peer: peer.host.start(peer.end()) for peer in self.peers}
-            self.loop.call_at(kill_at, partial(self.kill, self.peers[victim]))
+            if stall_s is None:
+                self.loop.call_at(fault_at, partial(self.kill, hit))
+            else:
+                self.loop.call_at(fault_at, partial(self.network.sleep, hit.id))
+                self.loop.call_at(fault_at + stall_s, partial(self.network.wake, hit.id))
             ends = [tasks[peer] for peer in self.left]
             self.loop.run_until_complete(asyncio.wait(ends, timeout=10 * LONGEST_WAIT_S))
             for end in ends:
@@ -127,3 +134,17 @@ def test_those_left_by_a_killed_node_end_with_one_model(monkeypatch, victim, kil
     assert max(one.ended_at, other.ended_at) < LONGEST_WAIT_S
     for peer in swarm.left:
         assert peer.last.report.missing == (() if counts else (killed.name,))
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("stall_s", [1.0, 6.0, 20.0])
+def test_a_node_that_stalls_at_its_end_is_met_once_it_is_back(monkeypatch, victim, stall_s):
+    """The fault: the other found it silent and led itself, and so did it: both waited out 120 s.
+
+    Mutants: a missing member is not asked where it is; it is asked once.
+    """
+    swarm = EndingSwarm(2, victim, 0.001, monkeypatch, stall_s)
+    one, other = swarm.left
+    assert torch.equal(one.weights, other.weights)
+    assert set(one.members) == set(other.members) == {one.id, other.id}
+    assert max(one.ended_at, other.ended_at) < 2 * stall_s + 8.0

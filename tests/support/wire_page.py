@@ -13,6 +13,7 @@ from shoal.swarm.topics.status import Status
 from shoal.swarm.wire.messages import (
     Announcement,
     GroupDecision,
+    GroupProbe,
     GroupReady,
     Member,
     Offer,
@@ -29,6 +30,7 @@ SEALED = {
         Manifest,
         Offer,
         GroupReady,
+        GroupProbe,
         GroupDecision,
         BodyAnnouncement,
         Rollout,

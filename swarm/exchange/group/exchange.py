@@ -283,10 +283,13 @@ class GroupExchange(ExchangeBase):
                     await self._try(pending, hint.leader, hint.addresses)
                 if pending.entered or loop.time() >= pending.until:
                     return
-                if pending.moved_to > key.round:
+                sent_away = hint is not None and peer == self._context.me
+                if sent_away or pending.moved_to > key.round:
                     break
-            if pending.moved_to <= key.round:
+            else:
                 return
+            if pending.moved_to <= key.round:
+                continue
             self.rounds.end(key.round, key.fragment)
             self.rounds.next_round = max(self.rounds.next_round, pending.moved_to)
             if not self._follow:
@@ -424,7 +427,10 @@ class GroupExchange(ExchangeBase):
             receipt.verdict,
             receipt.reason,
         )
-        self.evidence.heard(leader, receipt.round)
+        if leader == self._context.me and receipt.leader is not None:
+            leader = receipt.leader  # who answered this node's own question
+        else:
+            self.evidence.heard(leader, receipt.round)
         if receipt.verdict == "passed":
             most = self.evidence.furthest(leader, receipt.round, asyncio.get_running_loop().time())
             pending.moved_to = max(

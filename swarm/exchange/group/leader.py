@@ -8,9 +8,15 @@ like any other, over a memory link.
 The group of a round is formed as soon as all members in view are ready; or the patience of one of
 them is over, or two have waited for as long as others are worth (`TrainingTime.forming`).
 One alone is let go once all others have left or are passed over. A later peer gets the leader's
-next round as an answer. A peer that is missing after a moment is probed: one that is gone, or
-sleeps, does not answer, and is not waited for. Nor is one whose record states a later round: it
-went on alone, and would be waited for in each round anew while it waits in the next.
+next round as an answer. Nor is a peer waited for whose record states a later round: it went on
+alone, and would be waited for in each round anew while it waits in the next.
+
+A peer that is missing after a moment is asked where it is, and again after twice as long. One that
+is gone does not answer, and is not waited for. Views differ for a moment, so it may wait at another
+leader, or lead itself: whoever waits here goes to that leader if it comes first in the round's
+order. It may also have ended the round without this node: once all others have, whoever waits here
+alone goes on to their round. Without these answers two that lead wait for each other until their
+patience is over.
 
 From a formed group to its decision (`GroupCommit`) the leader collects each member's report,
 decides once, and informs all. The decision, as the leader signed it, is kept for members that lost
@@ -50,6 +56,7 @@ from shoal.swarm.wire.messages import (
     GroupDecision,
     GroupFormed,
     GroupLost,
+    GroupProbe,
     GroupQuestion,
     GroupReady,
     GroupReceipt,
@@ -406,6 +413,8 @@ class PendingGroup:
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     probed: set[str] = field(default_factory=set)
     """Missing members that answered a probe: who was on its way would have come before."""
+    passed: dict[str, GroupReceipt] = field(default_factory=dict)
+    """Missing members that are through with the round -> what they said."""
 
 
 class GroupLeader:
@@ -448,14 +457,19 @@ class GroupLeader:
         channel = HeartbeatChannel(stream, self.timeouts.chunk)
         try:
             sealed = await stream.receive(GroupReady.LIMIT + ENVELOPE, self.timeouts.chunk)
-            signer, ready = unseal(sealed, GroupReady)
+            signer, message = unseal(sealed, GroupReady, GroupProbe)
             if signer != stream.peer_id:
-                raise MessageError("another peer signed this ready message")
+                raise MessageError("another peer signed this message")
         except MessageError as error:
             await channel.send(
                 GroupReceipt(verdict="refuse", reason=str(error), round=self._rounds.next_round)
             )
             return
+        if isinstance(message, GroupProbe):
+            await channel.send(self._standing(signer, message))
+            return
+        assert isinstance(message, GroupReady)
+        ready = message
         receipt = self._judge(signer, ready)
         if receipt.verdict == "noted" and signer != self.me and not self._places.take(stream):
             receipt = GroupReceipt(verdict="busy", reason=CROWDED, round=ready.round)
@@ -541,6 +555,23 @@ class GroupLeader:
                 member.dismiss()
         return reply("noted")
 
+    def _standing(self, peer: str, probe: GroupProbe) -> GroupReceipt:
+        """Return where this node is in the round that ``peer`` leads."""
+        round = probe.round
+        fragment = probe.fragment
+        if self.view.barred([peer]):
+            return GroupReceipt(verdict="refuse", reason=BARRED, round=round)
+        if probe.swarm != self._context.swarm:
+            reason = f"this node is in swarm {self._context.swarm}"
+            return GroupReceipt(verdict="refuse", reason=reason, round=round)
+        instead = self._rounds.instead(round, fragment)
+        if instead is not None:
+            return GroupReceipt(verdict="passed", round=instead)
+        leader = self._rounds.leader(round, fragment)
+        if leader is not None:
+            return self._elsewhere(round, leader)
+        return GroupReceipt(verdict="noted", round=round)
+
     def _elsewhere(self, round: int, leader: str | None) -> GroupReceipt:
         addresses = self.view.addresses(leader or "")
         return GroupReceipt(
@@ -555,10 +586,15 @@ class GroupLeader:
     async def leave(self, round: int, fragment: int, leader: str) -> None:
         """Send the members that wait here to the leader at which this node itself waits."""
         pending = self._pending.get((round, fragment))
-        for peer, member in list(pending.members.items()) if pending is not None else ():
-            if peer != leader:
+        if pending is not None:
+            await self._send_away(pending, self._elsewhere(round, leader))
+
+    async def _send_away(self, pending: PendingGroup, receipt: GroupReceipt) -> None:
+        """Let the members that wait here go where ``receipt`` says, but its leader."""
+        for peer, member in list(pending.members.items()):
+            if peer != receipt.leader:
                 with contextlib.suppress(NetworkError):  # it is gone
-                    await member.channel.send(self._elsewhere(round, leader))
+                    await member.channel.send(receipt)
                 member.dismiss()
 
     def _admit(self, peer: str, member: MemberState) -> PendingGroup:
@@ -600,7 +636,7 @@ class GroupLeader:
         """Wait until the group of a round can be formed, and let it run."""
         loop = asyncio.get_running_loop()
         two_since = loop.time()
-        probing = asyncio.ensure_future(self._probe_missing(key[0], pending))
+        probing = asyncio.ensure_future(self._probe_missing(key, pending))
         try:
             while pending.members:
                 for peer in self.view.barred(pending.members):  # barred since it came
@@ -609,9 +645,8 @@ class GroupLeader:
                     break
                 now = loop.time()
                 here = set(pending.members)
-                if len(here) == 1 and here >= self.view.hoped(
-                    key[0]
-                ):  # all others have left since it came
+                # all others have left since it came, or have ended this round
+                if len(here) == 1 and here >= self._hoped(key[0], pending):
                     break
                 view = self._awaited(key[0], pending)
                 expired = min(member.until for member in pending.members.values())
@@ -631,9 +666,11 @@ class GroupLeader:
             del self._pending[key]
         members = pending.members
         if len(members) < 2:
-            for (
-                member
-            ) in members.values():  # its patience is over and no other member came, or none is left
+            # Its patience is over and no other member came, or none is left.
+            if pending.passed and set(members) >= self._hoped(key[0], pending):
+                earliest = min(pending.passed.values(), key=lambda receipt: receipt.round)
+                await self._send_away(pending, earliest)
+            for member in members.values():
                 member.dismiss()
             return
         self._rounds.formed(*key)
@@ -643,38 +680,69 @@ class GroupLeader:
             group = {peer: members[peer] for peer in names}
             self.start(GroupCommit(self, key, group, alone=len(groups) == 1).run())
 
+    def _hoped(self, round: int, pending: PendingGroup) -> set[str]:
+        """Return the peers that may still come to the round."""
+        return self.view.hoped(round) - pending.passed.keys()
+
     def _awaited(self, round: int, pending: PendingGroup) -> set[str]:
         """Return the peers for which the group waits: those that may be in this round just now
         until they answer a probe only.
         """
-        return (
-            self.view.expected(round)
-            | self.view.expected(round, self._rounds.fragments) - pending.probed
-        )
+        view, slack = self.view, self._rounds.fragments
+        awaited = view.expected(round) | view.expected(round, slack) - pending.probed
+        return awaited - pending.passed.keys()
 
-    async def _probe_missing(self, round: int, pending: PendingGroup) -> None:
-        """Probe, once, the members for which the group would wait, and look up how far they are."""
-        await asyncio.sleep(PROBE_S)
-        missing = sorted(self._awaited(round, pending) - set(pending.members) - {self.me})[
-            :MAX_GROUP
-        ]
-        if missing:
-            self._context.look()
-        await asyncio.gather(*(self._probe(peer, pending) for peer in missing))
+    async def _probe_missing(self, key: tuple[int, int], pending: PendingGroup) -> None:
+        """Ask the missing members where they are, ever more rarely, and look up how far they
+        are.
+        """
+        pause_s = PROBE_S
+        while True:
+            await asyncio.sleep(pause_s)
+            pause_s *= 2
+            missing = self._hoped(key[0], pending) - set(pending.members) - {self.me}
+            if missing:
+                self._context.look()
+            asked = sorted(missing)[:MAX_GROUP]
+            await asyncio.gather(*(self._probe(peer, key, pending) for peer in asked))
 
-    async def _probe(self, peer: str, pending: PendingGroup) -> None:
+    async def _probe(self, peer: str, key: tuple[int, int], pending: PendingGroup) -> None:
+        seconds = self.timeouts.probe(self.timeouts.wait)
         try:
-            addresses, seconds = self.view.addresses(peer), self.timeouts.probe(self.timeouts.wait)
-            (
-                await self._context.host.open(
-                    peer, self._protocol, addresses=addresses, timeout=seconds
-                )
-            ).close()
-            pending.probed.add(peer)
+            opening = self._context.host.open(
+                peer, self._protocol, addresses=self.view.addresses(peer), timeout=seconds
+            )
+            stream = await opening
         except NetworkError as error:
             log.info("a missing peer is not waited for: %s", error)
             self.view.mark_absent([peer])
+            pending.changed.set()
+            return
+        pending.probed.add(peer)
+        with contextlib.closing(stream):
+            try:
+                probe = GroupProbe(swarm=self._context.swarm, round=key[0], fragment=key[1])
+                await stream.send(seal(probe, self._context.identity), seconds)
+                receipt = unpack(await stream.receive(GroupReceipt.LIMIT, seconds), GroupReceipt)
+            except (NetworkError, MessageError) as error:
+                log.info("a missing peer does not say where it is: %s", error)
+            else:
+                await self._follow(peer, receipt, key[0], pending)
         pending.changed.set()
+
+    async def _follow(
+        self, peer: str, receipt: GroupReceipt, round: int, pending: PendingGroup
+    ) -> None:
+        """Act on where a missing member says that it is."""
+        leader = receipt.leader
+        if receipt.verdict == "passed":
+            self.view.evidence.heard(peer, receipt.round)
+            pending.passed[peer] = receipt.model_copy(update={"leader": peer})
+        elif receipt.verdict == "elsewhere" and leader not in (None, self.me):
+            # One that this node does not know cannot take others away from it.
+            known = leader in self.view.hoped(round) or len(pending.members) < 2
+            if known and order(self._context.seed, round, [leader, self.me])[0] == leader:
+                await self._send_away(pending, receipt)
 
 
 def partition_into_groups(

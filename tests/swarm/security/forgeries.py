@@ -19,7 +19,7 @@ from shoal.swarm.topics.receipts import Receipts
 from shoal.swarm.topics.rollout import Rollout
 from shoal.swarm.topics.status import Status
 from shoal.swarm.wire.envelope import pack, seal
-from shoal.swarm.wire.messages import GroupDecision, Offer
+from shoal.swarm.wire.messages import GroupDecision, GroupProbe, Offer
 from tests.support.fake_network import MODEL, SWARM
 from tests.support.records import in_groups, member_of
 
@@ -155,6 +155,10 @@ def offer(**changes):
 
 def ready(**changes):
     return ready_message(mine(), SWARM, MODEL, 5.0).model_copy(update=changes)
+
+
+def probe(**changes):
+    return GroupProbe(**{"swarm": SWARM, "round": ROUND, "fragment": 0, **changes})
 
 
 def decision(**changes):

@@ -69,6 +69,7 @@ from tests.swarm.security.forgeries import (
     mine,
     notice,
     offer,
+    probe,
     ready,
     receipts,
     rollout,
@@ -313,6 +314,12 @@ class Leaders(Court):
         )
 
 
+class Asked(Leaders):
+    """A member to which a leader opens a stream to ask where it is."""
+
+    make = staticmethod(probe)
+
+
 class Rosters(Court):
     """A member that gets its group from its leader.
 
@@ -486,6 +493,7 @@ COURTS = {
     "`offer`, of a caller": Pairs,
     "`offer`, in answer": Answers,
     "`group-ready`, at the leader": Leaders,
+    "`group-probe`, at a member": Asked,
     "`group-ready`, in a group": Rosters,
     "`group-decision`": Judgements,
     "`rollout`": Pools,
