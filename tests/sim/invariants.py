@@ -61,6 +61,7 @@ REMEMBERED = {
     "_receiving": 8,
     "_periods": 8,
     "_events": 64,
+    "_in_a_row": 64,
     "_seconds": 64,
     "_notes": 64,
     "_unread": 64,
