@@ -138,7 +138,7 @@ def test_those_left_by_a_killed_node_end_with_one_model(monkeypatch, victim, kil
 
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("stall_s", [1.0, 6.0, 20.0])
-def test_a_node_that_stalls_at_its_end_is_met_once_it_is_back(monkeypatch, victim, stall_s):
+def test_node_that_stalls_is_met_again(monkeypatch, victim, stall_s):
     """The fault: the other found it silent and led itself, and so did it: both waited out 120 s.
 
     Mutants: a missing member is not asked where it is; it is asked once.
