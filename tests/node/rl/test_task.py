@@ -299,6 +299,18 @@ def test_what_is_not_learnt_from_is_counted_under_its_reason(tiny):
     assert pool.used + sum(pool.rejected.values()) == 6
 
 
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_a_group_of_one_or_of_equals_teaches_nothing(tiny, scale):
+    """Others' are counted, and of own ones no update is made, however rewards are scaled."""
+    pool = foreign(tiny)
+    assert pool.take([record([right()]), record(["zz", "zz"], index=1)], 4, 0) == []
+    assert pool.rejected["no_spread"] == 2
+    rows = tuple(tuple(tiny.encode(text, True)) for text in ("a", "bc"))
+    one = RolloutGroup("q", rows[:1], (0.7,), (None,))
+    equal = RolloutGroup("q", rows, (0.1, 0.1), (None, None))
+    assert make_update([one, equal], scale=scale, deviation="sample") is None
+
+
 def fresh(step, most):
     """Oldest version that may train in batch ``step``, which trains on version ``step`` - 1:
     prime-rl's ``min_fresh_version``.
