@@ -116,10 +116,9 @@ class Consensus:
         self.views: Callable[[View], None] = lambda view: None
         self._run = run
         self._verify = verify
-        self._clock = clock
+        self.now = clock
         self._banned = banned
         self._signatures: dict[bytes, bytes] = {}
-        self._at: float | None = None
         self._waiting = WaitingList(self.limits.waiting, self.limits.strangers)
         self.cases = OpenCases(self.limits.cases)
 
@@ -156,14 +155,12 @@ class Consensus:
         """Take one record, which came ``at`` that time (now if None), and count it as accepted or
         under the reason of its refusal. Raises Refused.
         """
-        self._at = at
         try:
-            self._take(signed)
+            self._take(signed, self.now() if at is None else at)
         except Refused as refused:
             self.counts[refused.reason] += 1
             raise
         finally:
-            self._at = None
             if signed.record.id in self.ledger:
                 self._signatures.setdefault(signed.record.id, signed.signature)
         self.counts["accepted"] += 1
@@ -215,7 +212,7 @@ class Consensus:
 
     # -- records -----------------------------------------------------------------------------------
 
-    def _take(self, signed: Signed) -> None:
+    def _take(self, signed: Signed, came: float) -> None:
         record = signed.record
         if record.id in self.ledger:
             raise Refused("A record was refused: it was there before.", "replayed")
@@ -228,20 +225,16 @@ class Consensus:
         if isinstance(record, Claim | Entry | Dispute) and self._banned(record.peer):
             raise Refused("A record was refused: its author is banned.", "banned")
         if isinstance(record, Claim | Entry):
-            self._take_published(record)
+            self._take_published(record, came)
         elif isinstance(record, Dispute | Opening):
-            self._take_appeal(record)
+            self._take_appeal(record, came)
         elif isinstance(record, Commitment | Reveal | Verdict):
-            self._take_ballot(record)
+            self._take_ballot(record, came)
         elif isinstance(record, View):
             self._take_view(record)
 
     def _is_signed(self, signed: Signed) -> bool:
         return self._verify(signed.record.peer, signed.record.encoded, signed.signature)
-
-    def now(self) -> float:
-        """Return the time of the clock, or that at which the record being taken came."""
-        return self._clock() if self._at is None else self._at
 
     def _check_number(self, record: Claim | Entry) -> None:
         """Refuse a record that is one too many of its author in its round, or the entry of one peer
@@ -262,10 +255,10 @@ class Consensus:
         if not entries and len(self.ledger.peers()) >= self.limits.peers:
             raise Refused("An entry was refused: too many peers have entered.", "overflow")
 
-    def _take_published(self, record: Claim | Entry) -> None:
+    def _take_published(self, record: Claim | Entry, came: float) -> None:
         if record.run != self._run:
             raise Refused(f"A {record.KIND} of another run was refused.", "foreign")
-        self._check_round(record.KIND, record.round)
+        self._check_round(record.KIND, record.round, came)
         if isinstance(record, Claim):
             self._wait(record)
         else:
@@ -305,8 +298,8 @@ class Consensus:
             return self.ledger.stamp(record) >= 0 and len(ballots) < MAX_CONTRADICTIONS
         return False
 
-    def _take_appeal(self, record: Dispute | Opening) -> None:
-        self._check_round(record.KIND, record.round)
+    def _take_appeal(self, record: Dispute | Opening, came: float) -> None:
+        self._check_round(record.KIND, record.round, came)
         claim = self.ledger.get(record.claim)
         if not isinstance(claim, Claim) or claim.round not in self.electorates:
             raise Refused(
@@ -336,7 +329,7 @@ class Consensus:
     def _has_appealed(self, record: Dispute | Opening) -> bool:
         return any(other.peer == record.peer for other in self.ledger.appeals(record.claim))
 
-    def _take_ballot(self, record: Commitment | Reveal | Verdict) -> None:
+    def _take_ballot(self, record: Commitment | Reveal | Verdict, came: float) -> None:
         case = self.cases.get(record.case)
         if case is None:
             raise Refused(f"A {record.KIND} for an unknown case was refused.", "unknown")
@@ -357,17 +350,16 @@ class Consensus:
                 "contradiction",
             )
         if isinstance(record, Commitment | Reveal):
-            self._note(draw, record)
+            self._note(draw, record, came)
 
-    def _note(self, draw: Draw, record: Commitment | Reveal) -> None:
+    def _note(self, draw: Draw, record: Commitment | Reveal, came: float) -> None:
         """Note a ballot that came in time, for the marks that this peer states."""
-        now = self.now()
         if isinstance(record, Commitment):
-            if not draw.takes_commitments(now):
+            if not draw.takes_commitments(came):
                 raise Refused("A commitment came too late.", "late")
             draw.commitments[record.peer] = record
         else:
-            if not draw.takes_reveals(now):
+            if not draw.takes_reveals(came):
                 raise Refused("A reveal came too late.", "late")
             draw.reveals[record.peer] = record
             commitment = draw.commitments.get(record.peer)
@@ -376,13 +368,13 @@ class Consensus:
                     "A reveal was refused: it is not the vote that was committed to.", "unfit"
                 )
 
-    def _check_round(self, kind: str, round: int) -> None:
+    def _check_round(self, kind: str, round: int, came: float) -> None:
         """Refuse a claim, an entry or an appeal of another round, but for those that a neighbour's
         clock explains.
         """
         if round > self.round + 1:
             raise Refused(f"A {kind} was refused: its round has not begun.", "future")
-        just_over = round == self.round - 1 and self.now() < self._since + self.times.skew_s
+        just_over = round == self.round - 1 and came < self._since + self.times.skew_s
         if just_over and round not in self.electorates:
             return
         if round < self.round:
