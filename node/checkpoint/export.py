@@ -150,9 +150,3 @@ def _written(
         raise ExportError(
             f"Cannot write to {str(out)!r} ({why}): check the folder and its space."
         ) from error
-
-
-@torch.no_grad()
-def fill(parameters: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
-    for parameter, tensor in zip(parameters, tensors, strict=True):
-        parameter.copy_(tensor)

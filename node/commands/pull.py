@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.node.checkpoint.export import WEIGHTS, export_model, export_numbered, fill
+from shoal.node.checkpoint.export import WEIGHTS, export_model, export_numbered
 from shoal.node.commands.download import PullError, WeightsQuery, clear_download, download
 from shoal.node.commands.pull_average import Average
 from shoal.node.commands.pull_average import average as mean_of
@@ -34,6 +34,7 @@ from shoal.node.tasks.user_class import HookError
 from shoal.optim.codecs.base import all_finite
 from shoal.optim.codecs.floats import FLOAT32
 from shoal.optim.outer.averaged import float_buffers
+from shoal.optim.outer.rule import assign
 from shoal.optim.parameters import AveragedParameters
 from shoal.swarm.access.link import Link
 from shoal.swarm.exchange.contribution import model_digest
@@ -129,7 +130,7 @@ def pull(
     if built is None:
         files = export_numbered(tensors, about, out, aside / "new")
     else:
-        fill(built.parameters, tensors)
+        assign(built.parameters, tensors)
         if evaluate or average:
             about["held_out_loss"] = float(built.task.evaluate(built.model))
             about["held_out_on"] = _held_out_on(manifest, data)
@@ -265,7 +266,7 @@ def _average(
 
     def held_out_loss(tensors: Sequence[Tensor]) -> float:
         assert built is not None
-        fill(built.parameters, tensors)
+        assign(built.parameters, tensors)
         return float(built.task.evaluate(built.model))
 
     return mean_of(sources, members, fetch, held_out_loss if built is not None else None, say)

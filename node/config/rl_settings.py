@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, model_validator
@@ -31,14 +31,6 @@ def policy_here(spec: str) -> str:
         return spec
     server = f"@{url}" if url else ""
     return f"hf:{path.absolute()}{server}"
-
-
-def env_label(spec: str) -> str:
-    """Return the name of an environment in the manifest and in rollouts: without the folder, which
-    differs between machines.
-    """
-    where, colon, name = spec.rpartition(":")
-    return PurePath(where).name + colon + name
 
 
 def _loss(name: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from contextlib import suppress
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
@@ -60,3 +60,11 @@ def spec_here(spec: str) -> str:
     if colon and where.endswith(".py") and file.is_file():
         return f"{file.absolute()}:{name}"
     return spec
+
+
+def spec_label(spec: str) -> str:
+    """Return the name of a task or an environment for others: without the folder, which differs
+    between machines.
+    """
+    where, colon, name = spec.rpartition(":")
+    return PurePath(where).name + colon + name

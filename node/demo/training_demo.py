@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from shoal.node.config.device import resolve_device
+from shoal.node.config.setting_types import spec_label
 from shoal.node.data.task_options import local_flags
 from shoal.node.demo.consensus_distance import consensus_distances
 from shoal.node.demo.internal_errors import internal_errors, internal_errors_line
 from shoal.node.demo.run_nodes import Events, Given, demo_settings, run_nodes
 from shoal.node.runtime.resume import ROUNDS
-from shoal.node.runtime.task_setup import task_label
 from shoal.node.tasks.loader import load_task
 from shoal.swarm.figures import amount, duration
 
@@ -68,7 +68,7 @@ def run_demo(
         flags.append(own)
 
     progress = TrainingProgress(rounds, settings.outer.every or every, compare)
-    what = f"of {task_label(hooks)!r}"
+    what = f"of {spec_label(hooks)!r}"
     with run_nodes(settings, keep, what, flags, progress) as (folders, results, events):
         distances = consensus_distances([folder / ROUNDS for folder in folders])
         return report(results, distances, _all_began(events) - began_at, time.monotonic() - began)

@@ -10,7 +10,8 @@ import inspect
 import re
 from collections.abc import Callable, Mapping
 
-from shoal.node.config.rl_settings import env_label, served_by
+from shoal.node.config.rl_settings import served_by
+from shoal.node.config.setting_types import spec_label
 from shoal.node.config.settings import ConfigError, Settings
 from shoal.node.rl.environment import (
     HELD_OUT,
@@ -68,7 +69,7 @@ def load_env(spec: str, options: Mapping[str, Option]) -> Env:
         )
     if not type(made).__module__.startswith("shoal."):
         made = GuardedEnvironment(made, type(made).__name__)
-    env = Env(env_label(spec), canonical(options), made)
+    env = Env(spec_label(spec), canonical(options), made)
     if (
         not re.fullmatch(r"[A-Za-z0-9_.:+-]{1,128}", env.label)
         or len(env.config) > MAX_CONFIG_BYTES

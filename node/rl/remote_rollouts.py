@@ -18,6 +18,7 @@ from shoal.node.rl.environment import Env
 from shoal.node.rl.policy import Policy
 from shoal.node.rl.update import RolloutGroup
 from shoal.optim.rollout_selection import REASONS, Candidate, select
+from shoal.swarm.p2p.addresses import by_turns
 from shoal.swarm.p2p.newest import Newest
 from shoal.swarm.topics.rollout import Rollout
 
@@ -70,15 +71,9 @@ def fair(came: Sequence[Rollout], room: int) -> list[Rollout]:
     """Return at most ``room`` rollouts in order of arrival: the newest of each sender in turn, so
     that nobody crowds others out.
     """
-    turns_of: Counter[str] = Counter()
-    turns: list[tuple[int, int]] = []
-    for place in reversed(range(len(came))):
-        sender = came[place].peer
-        turns.append((turns_of[sender], -place))
-        turns_of[sender] += 1
-    turns.sort()
-    places = sorted(-minus_place for _, minus_place in turns[:room])
-    return [came[place] for place in places]
+    newest_first = [(place, came[place].peer) for place in reversed(range(len(came)))]
+    places = by_turns(newest_first, place=str)[:room]
+    return [came[place] for place in sorted(places)]
 
 
 class RemoteRollouts:

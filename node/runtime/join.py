@@ -20,11 +20,11 @@ from pydantic import ValidationError
 from shoal.node.batch_contents import to_device
 from shoal.node.batches import iterator_of
 from shoal.node.config.links import LINK
-from shoal.node.config.rl_settings import env_label
+from shoal.node.config.setting_types import spec_label
 from shoal.node.config.settings import ConfigError, Settings
 from shoal.node.data.task_options import TEXT, options_for_manifest
 from shoal.node.runtime.result import write_json
-from shoal.node.runtime.task_setup import RL, task_label
+from shoal.node.runtime.task_setup import RL
 from shoal.node.task import Shard, Task
 from shoal.node.tasks.text import TextTask
 from shoal.node.training import resources
@@ -94,7 +94,7 @@ def task_options(settings: Settings) -> dict[str, int | float | str | bool]:
 
     For rl that is also the environment, but neither policy nor algorithm.
     """
-    own = {"env": env_label(settings.rl.env)} if settings.task.hooks == RL else {}
+    own = {"env": spec_label(settings.rl.env)} if settings.task.hooks == RL else {}
     return {**options_for_manifest(settings.task.hooks, settings.task.options), **own}
 
 
@@ -135,7 +135,7 @@ def new_manifest(
             "drawn among all members."
         )
     outer = settings.outer.resolved()
-    label = task_label(settings.task.hooks)
+    label = spec_label(settings.task.hooks)
     if re.fullmatch(TASK_NAME, label) is None:
         raise ConfigError(
             f"The task {label!r} cannot be a swarm's: give its file a name of ASCII letters, "

@@ -8,12 +8,12 @@ without its folder. The size of the model is computed before it is made.
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import PurePath
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from shoal.node.config.rl_settings import RLSettings, env_label
+from shoal.node.config.rl_settings import RLSettings
+from shoal.node.config.setting_types import spec_label
 from shoal.node.config.settings import ConfigError, Settings
 from shoal.node.config.swarm_settings import SwarmSettings, TaskSettings
 from shoal.node.data.task_options import DATA, DIGEST, TEXT, TOKENIZER, options_of_member
@@ -215,14 +215,6 @@ def inner_settings(train: TrainSettings) -> dict[str, Any]:
     return {name: getattr(train, name) for name in names}
 
 
-def task_label(hooks: str) -> str:
-    """Return the name of a task in the manifest: without the folder, which differs between
-    machines.
-    """
-    where, colon, name = hooks.rpartition(":")
-    return PurePath(where).name + colon + name
-
-
 def _task_of(
     settings: Settings, manifest: Manifest, carrier: str
 ) -> tuple[TaskSettings, RLSettings]:
@@ -240,7 +232,7 @@ def _task_of(
             "The members of this swarm train in loops of their own: join it with swarm.join(link, "
             "state=model)."
         )
-    if task_label(hooks) != manifest.task:
+    if spec_label(hooks) != manifest.task:
         if hooks != TEXT or manifest.task in BUILT_IN_TASKS:
             raise HookError(
                 f"The swarm trains {manifest.task!r}, this node was given {hooks!r}: use the "
@@ -258,7 +250,7 @@ def _own_env(own: RLSettings, label: str, carrier: str) -> str:
 
     A class that only the swarm names is never imported.
     """
-    if env_label(own.env) == label:
+    if spec_label(own.env) == label:
         return own.env
     if "env" in own.model_fields_set:
         # A new swarm may learn something else.

@@ -153,11 +153,11 @@ def apply_mean(
         own_slow, own_fast, own_state = _cut(places, slow, fast, state)
         own_context = replace(
             context,
-            sent=_rows(context.sent, places, len(slow)),
+            sent=rows_at(context.sent, places, len(slow)),
             fast=[context.fast[at] for at in places] if context.fast else [],
             places=places,
         )
-        own_mean = _rows(mean, places, len(slow))
+        own_mean = rows_at(mean, places, len(slow))
         rule.apply(own_slow, own_fast, own_mean, own_state, own_context)
 
 
@@ -170,7 +170,7 @@ def _cut(
     return [slow[at] for at in places], [fast[at] for at in places], own
 
 
-def _rows(tensors: Sequence[Tensor], places: list[int], count: int) -> list[Tensor]:
+def rows_at(tensors: Sequence[Tensor], places: list[int], count: int) -> list[Tensor]:
     """Return the tensors at ``places`` of each row of ``count`` tensors."""
     found: list[Tensor] = []
     for first in range(0, len(tensors), count):

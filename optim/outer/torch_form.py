@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from shoal.optim.outer.in_flight import Record
+from shoal.optim.outer.outer_groups import rows_at
 from shoal.optim.outer.sharded import local, sharded_like
 
 OUTER = "outer"
@@ -387,10 +388,7 @@ def _memory_in_order(memory: Mapping[str, Any], source: Sequence[int]) -> dict[s
         return dict(memory)
     ascending = sorted(source)
     within = [ascending.index(old) for old in source]
-    moved: list[Tensor] = []
-    for first in range(0, len(error), count):
-        moved += [error[first + place] for place in within]
-    return {**memory, "error": moved}
+    return {**memory, "error": rows_at(error, within, count)}
 
 
 def _without_residuals(memory: Mapping[str, Any]) -> dict[str, Any]:

@@ -447,17 +447,17 @@ class LeadOptimizer:
         return adopt(self._opt, slow, **how)
 
 
+ORDERS: dict[str, Callable[..., object]] = {
+    "whole_slow": whole_slow,
+    "whole_slow_of": whole_slow_of,
+    "whole_shared": whole_shared,
+    "sketch_of": SavedState.sketch_of,
+    "adopt": adopt,
+}
+
+
 def obey(opt: OuterOptimizer, name: str, fields: Mapping[str, Any]) -> None:
     """Make the call that rank 0 makes. ValueError if there is no such order."""
-    if name == "whole_slow":
-        whole_slow(opt)
-    elif name == "whole_slow_of":
-        whole_slow_of(opt, fields["fragment"])
-    elif name == "whole_shared":
-        whole_shared(opt)
-    elif name == "sketch_of":
-        opt.sketch_of(fields["fragment"])
-    elif name == "adopt":
-        adopt(opt)
-    else:
+    if name not in ORDERS:
         raise ValueError(f"rank 0 has sent an unknown order {name!r}")
+    ORDERS[name](opt, **fields)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from shoal.swarm.errors import ShoalError
 from shoal.swarm.membership.records import DATED_AHEAD_S
-from shoal.swarm.p2p.addresses import by_peer, host_of, known_first, of_ranges
+from shoal.swarm.p2p.addresses import by_peer, known_first, of_ranges
 from shoal.swarm.p2p.reachability import DIAL_PROTOCOL, DialBackView, ask, dialled_port, reach_of
 
 if TYPE_CHECKING:
@@ -156,12 +156,10 @@ class ClockCheck:
 
     def _others(self) -> list[str]:
         """Return the other members, those that were met first."""
-        claimed = []
-        for peer, member in self._directory.everyone().items():
-            if peer != self._host.peer_id:
-                first_address = next(iter(member.addresses), "")
-                claimed.append((peer, host_of(first_address)))
-        return known_first(claimed, self._host.met)
+        me = self._host.peer_id
+        members = self._directory.everyone().items()
+        said = [(peer, member.addresses) for peer, member in members if peer != me]
+        return known_first(said, self._host.met)
 
     def _take(self, seen: Sequence[DialBackView]) -> bool:
         """Keep what to say of a comparison, go by the clock of the majority, and return whether

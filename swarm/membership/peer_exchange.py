@@ -24,7 +24,7 @@ from shoal.swarm.access.address import address_problem
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.membership.directory import PRESENT, TTL_S, Directory
 from shoal.swarm.membership.record_reader import MAX_CLOCK_AHEAD_S
-from shoal.swarm.p2p.addresses import by_peer, host_of, range_of
+from shoal.swarm.p2p.addresses import by_peer, range_met
 from shoal.swarm.p2p.counters import Counters
 from shoal.swarm.p2p.messages import ask, receive_message, send_message
 from shoal.swarm.p2p.rate_limit import RateLimit, TokenBuckets
@@ -214,12 +214,7 @@ class PeerExchange:
             for each in addresses
             if each.endswith(f"/p2p/{peer}") and address_problem(each) is None
         )
-        return Contact(
-            peer,
-            usable,
-            source,
-            range_of(self._host.met.get(peer) or host_of(usable[0] if usable else "")),
-        )
+        return Contact(peer, usable, source, range_met(peer, usable, self._host.met))
 
     def _fresh(self, peer: str) -> bool:
         apart = self.views.knows(peer) or peer in self._left or self._directory.is_barred(peer)

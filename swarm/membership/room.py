@@ -13,7 +13,7 @@ import os
 from collections.abc import Mapping
 
 from shoal.swarm.membership.records import bits_of
-from shoal.swarm.p2p.addresses import host_of, known_first
+from shoal.swarm.p2p.addresses import known_first
 from shoal.swarm.wire.messages import Member
 
 # Members in view: 5 MB for as many of the largest records, which are read every few seconds.
@@ -50,11 +50,7 @@ class Room:
         return {peer: members[peer] for peer in order}
 
     def _best(self, order: list[str], members: Mapping[str, Member], draw: int) -> list[str]:
-        claimed = []
-        for peer in order:
-            first_address = next(iter(members[peer].addresses), "")
-            claimed.append((peer, host_of(first_address)))
-        ranked = known_first(claimed, self._met)
+        ranked = known_first(((peer, members[peer].addresses) for peer in order), self._met)
         kept = ranked[: self._most - self._most // NEWCOMERS_ONE_IN]
 
         def drawn(peer: str) -> bytes:

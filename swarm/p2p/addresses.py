@@ -18,6 +18,7 @@ from statistics import median_low
 from typing import TypeVar
 
 N = TypeVar("N", int, float)
+T = TypeVar("T")
 
 
 def is_loopback(address: str) -> bool:
@@ -78,9 +79,9 @@ def range_met(peer: str, said: Sequence[str], met: Mapping[str, str]) -> str:
     return range_of(met.get(peer) or host_of(said[0] if said else ""))
 
 
-def by_turns(hosts: Iterable[tuple[str, str]], place: Callable[[str], str] = range_of) -> list[str]:
-    """Return the peers of (peer, host): first one of each ``place``, by default an address range,
-    then a second, and so on.
+def by_turns(hosts: Iterable[tuple[T, str]], place: Callable[[str], str] = range_of) -> list[T]:
+    """Return the peers, or whatever, of (peer, host): first one of each ``place``, by default an
+    address range, then a second, and so on.
     """
     turns: Counter[str] = Counter()
     placed = []
@@ -91,13 +92,18 @@ def by_turns(hosts: Iterable[tuple[str, str]], place: Callable[[str], str] = ran
     return [peer for _, peer in sorted(placed, key=lambda each: each[0])]
 
 
-def known_first(claimed: Iterable[tuple[str, str]], met: Mapping[str, str]) -> list[str]:
-    """Return the peers of (peer, host that it claims) by turns: first those that were ``met``, by
-    where, then the others.
+def known_first(said: Iterable[tuple[str, Sequence[str]]], met: Mapping[str, str]) -> list[str]:
+    """Return the peers of (peer, addresses that it says) by turns: first those that were ``met``,
+    by where, then the others, by the first of these.
     """
-    hosts = list(claimed)
-    there = [(peer, met[peer]) for peer, _ in hosts if met.get(peer)]
-    return [*by_turns(there), *by_turns((peer, host) for peer, host in hosts if not met.get(peer))]
+    known = []
+    others = []
+    for peer, addresses in said:
+        if met.get(peer):
+            known.append((peer, met[peer]))
+        else:
+            others.append((peer, host_of(addresses[0] if addresses else "")))
+    return [*by_turns(known), *by_turns(others)]
 
 
 def one_each(values: Iterable[tuple[str, N]]) -> list[N]:

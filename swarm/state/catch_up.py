@@ -24,7 +24,7 @@ from shoal.swarm.exchange.contribution import (
     outline_digest,
 )
 from shoal.swarm.membership.membership import OWN_LOOP, Membership
-from shoal.swarm.p2p.addresses import host_of, known_first, of_ranges
+from shoal.swarm.p2p.addresses import known_first, of_ranges
 from shoal.swarm.p2p.host import Host
 from shoal.swarm.state.download import Peer
 from shoal.swarm.state.progress import FetchProgress
@@ -215,11 +215,8 @@ def in_order(
     rounds, the creator, those that were ``met``, and one of each address range in turn. All from
     the usual round on count alike, so that lies gain nothing.
     """
-    claimed = []
-    for member in members:
-        first_address = next(iter(member.addresses), "")
-        claimed.append((member.peer, host_of(first_address)))
-    turn = {peer: place for place, peer in enumerate(known_first(claimed, met))}
+    said = ((member.peer, member.addresses) for member in members)
+    turn = {peer: place for place, peer in enumerate(known_first(said, met))}
     usual = usual_round(members, met, partners)
 
     def rank(member: Member) -> tuple[bool, int, bool, int]:

@@ -210,7 +210,7 @@ class TrainingMember:
         """Send what a round came to, to those who watch, and return it. ``loss``: this node's
         training loss, nats.
         """
-        tokens = self._totals.tokens(self._opt.tokens)
+        tokens = max(self._totals.tokens(self._opt.tokens), 0)
         me = self._membership.identity.peer_id
         partners = [peer for peer in info.members if peer != me]
         done = Round(

@@ -23,6 +23,7 @@ from shoal.node.cli.main import cli
 from shoal.node.commands.scaffold import ScaffoldError, scaffold
 from shoal.node.config.node_settings import NodeSettings
 from shoal.node.config.rl_settings import RLSettings
+from shoal.node.config.setting_types import spec_label
 from shoal.node.config.settings import Settings
 from shoal.node.console import dumps
 from shoal.node.data.source import DataError
@@ -34,7 +35,6 @@ from shoal.node.rl.environment import EnvError
 from shoal.node.rl.gym import Gym
 from shoal.node.rl.hf import load_hf
 from shoal.node.rl.policy import PolicyError
-from shoal.node.runtime.task_setup import task_label
 from shoal.node.tasks.loader import load_task
 from shoal.node.tasks.text import TextTask
 from shoal.node.verify.evidence_file import EvidenceFile
@@ -181,7 +181,7 @@ def test_a_task_file_that_changes_the_folder_is_loaded_again(tmp_path, move, mon
         "Mine",
         "Mine",
     ]
-    assert task_label(settings.task.hooks) == "task.py:Mine"
+    assert spec_label(settings.task.hooks) == "task.py:Mine"
     assert settings.rl.env == settings.task.hooks
 
 

@@ -10,13 +10,14 @@ import torch
 
 from shoal.node.cli.main import cli
 from shoal.node.cli.options import overrides
+from shoal.node.config.setting_types import spec_label
 from shoal.node.config.settings import ConfigError, load
 from shoal.node.config.train_settings import OwnTraining, TrainTable
 from shoal.node.demo.run_nodes import settings_toml
 from shoal.node.runtime import task_setup, training_node
 from shoal.node.runtime.join import choose_shard, for_new_swarm, new_manifest, with_own_lag
 from shoal.node.runtime.result import Setup
-from shoal.node.runtime.task_setup import check_size, continued, enter, swarm_settings, task_label
+from shoal.node.runtime.task_setup import check_size, continued, enter, swarm_settings
 from shoal.node.runtime.training_node import TrainingNode
 from shoal.node.task import Shard
 from shoal.node.tasks.gpt import GPT, sized
@@ -134,9 +135,9 @@ def test_public_swarm_has_defences_by_default(given, guarded):
 
 
 def test_the_folder_of_a_task_is_nobody_elses_affair():
-    assert task_label("/home/somebody/task.py:Mine") == "task.py:Mine"
-    assert task_label("package.module:Mine") == "package.module:Mine"
-    assert task_label("text") == "text"
+    assert spec_label("/home/somebody/task.py:Mine") == "task.py:Mine"
+    assert spec_label("package.module:Mine") == "package.module:Mine"
+    assert spec_label("text") == "text"
 
 
 def test_a_joiner_takes_the_swarms_settings_and_keeps_its_own():
