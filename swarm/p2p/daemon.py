@@ -318,7 +318,7 @@ class Daemon:
             DaemonError,
             asyncio.CancelledError,
         ) as error:  # cancelled: it did not answer in time
-            self.backoff.fail(peer_id, due, str(error))
+            self.backoff.fail(due, str(error))
             raise
 
     async def open(

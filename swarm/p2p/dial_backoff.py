@@ -81,11 +81,8 @@ class DialBackoff:
         with self._lock:
             return [address for address in addresses if self._wait(peer, address) <= 0]
 
-    def fail(self, peer: str, addresses: Iterable[str], reason: str = "") -> None:
-        """Note that this node could not connect to ``peer`` at ``addresses``.
-
-        ``reason``: the daemon's text.
-        """
+    def fail(self, addresses: Iterable[str], reason: str = "") -> None:
+        """Note that this node could not connect at ``addresses``; ``reason``: the daemon's text."""
         now = self._clock()
         places = {_place(address): address for address in addresses}
         with self._lock:

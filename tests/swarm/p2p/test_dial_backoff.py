@@ -58,7 +58,7 @@ def dials(backoff, clock, named, seconds=HOUR, every=1):
         due = backoff.due(peer, addresses)
         count += len(due)
         if due:
-            backoff.fail(peer, due, "i/o timeout")
+            backoff.fail(due, "i/o timeout")
         clock.now += every
     return count
 
@@ -114,7 +114,7 @@ def test_one_range_does_not_displace_met_peers(backoff):
 def test_what_is_noted_is_bounded_and_forgotten(backoff, clock):
     for number in range(20_000):
         host = f"/ip4/10.{number >> 16}.{number >> 8 & 255}.{number & 255}/tcp"
-        backoff.fail("made-up", [f"{host}/{port}/p2p/made-up" for port in range(MAX_PORTS + 4)])
+        backoff.fail([f"{host}/{port}/p2p/made-up" for port in range(MAX_PORTS + 4)])
         backoff.meet(f"peer{number}", "203.0.113.1")
     assert len(backoff._failed) == MAX_HOSTS
     assert max(map(len, backoff._failed.values())) == MAX_PORTS + 1
@@ -122,7 +122,7 @@ def test_what_is_noted_is_bounded_and_forgotten(backoff, clock):
     assert sum(sys.getsizeof(ports) for ports in backoff._failed.values()) < 1 << 20
     assert not backoff.due("other", [f"{host}/1/p2p/other"])
     clock.now += FORGET_S + 1
-    backoff.fail("made-up", [f"{host}/1/p2p/made-up"])
+    backoff.fail([f"{host}/1/p2p/made-up"])
     clock.now += FIRST_WAIT_S
     assert backoff.due("other", [f"{host}/1/p2p/other"])  # it began anew
 
@@ -131,7 +131,7 @@ def test_calling_honest_peer_is_dialled(backoff, clock):
     """An honest peer that calls is dialled and so is one with another address."""
     at = f"{VICTIM}/p2p/{OTHER}"
     for _ in range(20):
-        backoff.fail(OTHER, [at])
+        backoff.fail([at])
     assert backoff.due(OTHER, [at]) == []
     elsewhere = f"/ip4/203.0.113.9/tcp/1/p2p/{OTHER}"
     assert backoff.due(OTHER, [at, elsewhere]) == [elsewhere]
@@ -150,7 +150,7 @@ def test_false_members_do_not_block_an_honest_address(backoff, clock):
         f"{OTHER}"
     )
     for _ in range(20):
-        backoff.fail("made-up", [f"{VICTIM}/p2p/made-up"], text)
+        backoff.fail([f"{VICTIM}/p2p/made-up"], text)
     assert backoff.due("made-up", [f"{VICTIM}/p2p/made-up"]) == []
     assert backoff.due(OTHER, [f"{VICTIM}/p2p/{OTHER}"])
 
@@ -160,19 +160,17 @@ def test_faults_that_are_not_the_hosts_do_not_count(clock):
     backoff = DialBackoff([chosen], clock)
     other = f"/ip4/192.0.2.2/tcp/1/p2p/{OTHER}"
     backoff.fail(
-        OTHER,
         [other],
         "all dials failed\n  * [/ip4/192.0.2.2/tcp/1] connect: network is unreachable",
     )
     assert backoff.due(OTHER, [other])
     both = [other, "/ip6/2001:db8::1/tcp/1/p2p/x"]  # of one line it does not follow for the other
     backoff.fail(
-        "x",
         both,
         "* [/ip6/2001:db8::1/tcp/1] network is unreachable\n* [/ip4/192.0.2.2/tcp/1] i/o timeout",
     )
     assert backoff.due("x", both) == both[1:]
-    backoff.fail(OWN, [chosen])
+    backoff.fail([chosen])
     assert backoff.due(OWN, [chosen])  # the user gave it
 
 
