@@ -14,8 +14,8 @@ import pytest
 from shoal.node.doctor import machine_checks
 from shoal.node.doctor.check import Note
 from shoal.node.free_memory import free_memory
+from shoal.node.runtime.compute_last import compute_last
 from shoal.node.runtime.display import processor_time
-from shoal.node.runtime.training_node import compute_last
 from shoal.node.training import resources
 from shoal.node.training.loader import _begin_worker
 from shoal.swarm.p2p import daemon_guard

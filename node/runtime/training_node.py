@@ -5,9 +5,6 @@ it in good order.
 from __future__ import annotations
 
 import contextlib
-import os
-import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import asdict, dataclass
@@ -17,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 from shoal.node.checkpoint.folder import CheckpointError
 from shoal.node.checkpoint.writer import CheckpointWriter
 from shoal.node.config.device import make_current, resolve_device
-from shoal.node.config.settings import Settings
 from shoal.node.metrics.log import Metrics, RoundRecord
 from shoal.node.metrics.sinks import about
 from shoal.node.plan.rows import ModelTensors, memory_of, work_of
 from shoal.node.plan.run_cost import StartEstimate
 from shoal.node.runtime import resume
+from shoal.node.runtime.compute_last import compute_last
 from shoal.node.runtime.display import Activity
 from shoal.node.runtime.fault_news import FaultNews
 from shoal.node.runtime.join import (
@@ -40,6 +37,7 @@ from shoal.node.runtime.result import Result, Setup, save, summary
 from shoal.node.runtime.resume import SavedRun
 from shoal.node.runtime.run_options import LOG, RunOptions, network
 from shoal.node.runtime.task_setup import RL, check_size, continued, enter, make_task, own_steps
+from shoal.node.runtime.train_alone import train_alone
 from shoal.node.task import Shard, Task
 from shoal.node.training import resources
 from shoal.node.training.meter import Progress
@@ -47,7 +45,7 @@ from shoal.node.training.trainer import Trainer
 from shoal.node.user_code import out_of_memory
 from shoal.node.verify.start import start_verification
 from shoal.node.verify.terms import make_terms
-from shoal.optim import Alone, RoundInfo
+from shoal.optim import RoundInfo
 from shoal.swarm.changes import changed, described
 from shoal.swarm.errors import NetworkError
 from shoal.swarm.exchange.contribution import model_digest
@@ -96,56 +94,6 @@ def announce_publicly(
     memory = memory_of(manifest.outer.method, params, overlapped=bool(work.lag))
     sizes = {"params": params, "round_bytes": work.nbytes, "memory": round(memory or 0)}
     membership.announcer.announce(membership.sealed, **sizes, device=device)
-
-
-def train_alone(settings: Settings, trainer: Trainer, stop: Callable[[], bool]) -> float | None:
-    """Return the held-out loss of the same run without partners; None if it was stopped.
-
-    The same model, seed, shard, steps and outer optimizer: every round is applied with this node's
-    own contribution. So the difference to the run is what partners gave, and nothing else.
-
-    ``trainer``, whose run is over, loses its gradients and the state of its inner optimizer: with
-    both in memory a node that just fits its machine would not fit any more.
-    """
-    own = trainer.opt
-    own.zero_grad()
-    for state in own.inner.state.values():
-        state.clear()
-    alone = Trainer(
-        make_task(settings),
-        trainer.outer,
-        settings.train,
-        own=settings.train,
-        device=trainer.inner_step.device,
-    )
-    alone.connect(Alone(), "alone", trainer.shard)
-    try:
-        alone.run(stop=stop)
-        return None if stop() else alone.evaluate()
-    finally:
-        alone.close()
-
-
-LAST = 10
-"""Niceness of a thread that computes: the others of its session have ten times its share where they
-want the same processor.
-"""
-
-
-def compute_last() -> None:
-    """Let this thread compute after the other threads of its process, where the system can tell
-    them apart (Linux).
-
-    A step has no deadline, while a vote on a claim has seconds. On a machine with more to compute
-    than processors a node that verifies would miss votes, lose reputation, and in the end be
-    banned. Threads and processes that this one starts come last too.
-    """
-    if sys.platform == "linux":
-        thread = threading.get_native_id()
-        with contextlib.suppress(OSError):  # a sandbox may forbid it
-            os.setpriority(
-                os.PRIO_PROCESS, thread, max(os.getpriority(os.PRIO_PROCESS, thread), LAST)
-            )
 
 
 KEEP = 3  # checkpoints, the newest ones

@@ -19,11 +19,12 @@ from shoal.node.config.settings import load
 from shoal.node.metrics.log import Metrics
 from shoal.node.runtime import display, node_run, training_node
 from shoal.node.runtime import join as node_membership
+from shoal.node.runtime.compute_last import COMPUTING_NICENESS, compute_last
 from shoal.node.runtime.display import BEAT_S, Activity, make_display, processor_time
 from shoal.node.runtime.join import await_others, new_manifest
 from shoal.node.runtime.run_options import ShutdownSignals, network
 from shoal.node.runtime.task_setup import make_task
-from shoal.node.runtime.training_node import LAST, compute_last, train_alone
+from shoal.node.runtime.train_alone import train_alone
 from shoal.node.task import Shard
 from shoal.node.training.trainer import Trainer
 from shoal.node.user_code import UserCodeError
@@ -485,16 +486,16 @@ def niceness(*calls):
 @linux
 def test_only_the_thread_that_asks_comes_last():
     mine = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-    assert niceness(compute_last) == [mine, max(mine, LAST)]
+    assert niceness(compute_last) == [mine, max(mine, COMPUTING_NICENESS)]
     assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == mine
 
 
 @linux
 def test_a_lower_priority_is_kept():
     def lower():
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LAST + 5)
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), COMPUTING_NICENESS + 5)
 
-    assert niceness(lower, compute_last)[1:] == [LAST + 5, LAST + 5]
+    assert niceness(lower, compute_last)[1:] == [COMPUTING_NICENESS + 5] * 2
 
 
 @linux
