@@ -156,7 +156,16 @@ class LightPeer:
             )
 
         self.publisher = RecordPublisher(
-            Gossip(self.host, self.identity, SWARM), Status, status, self.directory.size
+            Gossip(
+                self.host,
+                self.identity,
+                SWARM,
+                members=self.directory.reachable,
+                is_member=self.directory.vouches,
+            ),
+            Status,
+            status,
+            self.directory.size,
         )
 
     def sight(self, everyone: list[str]) -> tuple[int, int, int]:

@@ -6,10 +6,10 @@ prints what nodes publish.
 
 py-libp2p is Python alone. This file is a start for a client of your own, where no daemon runs. It
 also shows that docs/wire.md is enough to write one: it uses streams, framed messages, signed
-records and GossipSub. It prints a line of JSON for the manifest's title and for each status, until
-Ctrl-C. It dials the addresses in the link and no others; `shoal watch` finds further ones. To have
-hivemind in the same process, import `libp2p.crypto.pb.crypto_pb2` first and make it
-`sys.modules["hivemind.proto.crypto_pb2"]`: both register the same names in protobuf.
+records and gossip, to which anybody may listen. It prints a line of JSON for the manifest's title
+and for each status, until Ctrl-C. It dials the addresses in the link and no others; `shoal watch`
+finds further ones. To have hivemind in the same process, import `libp2p.crypto.pb.crypto_pb2` first
+and make it `sys.modules["hivemind.proto.crypto_pb2"]`: both register the same names in protobuf.
 """
 
 from __future__ import annotations
@@ -25,18 +25,16 @@ from libp2p.crypto.ed25519 import create_new_key_pair
 from libp2p.custom_types import TProtocol
 from libp2p.peer.id import ID
 from libp2p.peer.peerinfo import PeerInfo
-from libp2p.pubsub.gossipsub import GossipSub
-from libp2p.pubsub.pubsub import Pubsub
-from libp2p.tools.anyio_service import background_trio_service
 from multiaddr import Multiaddr
 
 from shoal.swarm.access.link import Link
 from shoal.swarm.errors import MessageError
-from shoal.swarm.gossip.envelope import open_body, open_envelope, room_for, topic_of
+from shoal.swarm.gossip.envelope import open_body, open_envelope, room_for
+from shoal.swarm.gossip.frames import GossipTopics, split_frame, topic_of
 from shoal.swarm.manifest import MANIFEST_PROTOCOL, swarm_id, title_of
 from shoal.swarm.topics.status import Status
 from shoal.swarm.wire.envelope import MAX_MESSAGE, pack, unpack
-from shoal.swarm.wire.messages import ManifestReply, ManifestRequest
+from shoal.swarm.wire.messages import GOSSIP_PROTOCOL, ManifestReply, ManifestRequest
 
 DIAL_S = ASK_S = 10.0  # seconds to connect, and for one question and its answer
 
@@ -44,22 +42,7 @@ DIAL_S = ASK_S = 10.0  # seconds to connect, and for one question and its answer
 async def main(link: Link) -> None:
     """Connect to the peers of ``link``, then print title and statuses for as long as it runs."""
     host: Any = new_host(key_pair=create_new_key_pair())
-    router = GossipSub(
-        protocols=[TProtocol("/meshsub/1.1.0")],
-        degree=6,
-        degree_low=4,
-        degree_high=12,
-        heartbeat_interval=1,
-    )
-    topic = topic_of(link.swarm, Status)
-    pubsub = Pubsub(host, router, max_inbound_rpc_size=4 * MAX_MESSAGE, allowed_topics={topic})
-    async with (
-        host.run(listen_addrs=[]),
-        background_trio_service(pubsub),
-        background_trio_service(router),
-    ):
-        await pubsub.wait_until_ready()
-        subscription = await pubsub.subscribe(topic)
+    async with host.run(listen_addrs=[]):
         reached = [
             peer for address in link.bootstrap if (peer := await connect(host, address)) is not None
         ]
@@ -67,13 +50,21 @@ async def main(link: Link) -> None:
             sys.exit("No peer of the link answers: ask for a fresh one.")
         with trio.move_on_after(ASK_S):
             print(json.dumps(await describe(host, reached[0], link.swarm)), flush=True)
-        while True:
-            message = await subscription.get()
-            if (status := opened(bytes(message.data), link.swarm)) is not None:
-                print(
-                    status.model_dump_json(include={"name", "peer", "progress", "loss"}),
-                    flush=True,
-                )
+        await listen(host, reached[0], link.swarm)
+
+
+async def listen(host: Any, peer: ID, swarm: str) -> None:
+    """Print the statuses that ``peer`` takes and passes on."""
+    stream = await host.new_stream(peer, [TProtocol(GOSSIP_PROTOCOL)])
+    told = GossipTopics(swarm=swarm, topics=(topic_of(Status),))
+    await write(stream, pack(told))
+    told = unpack(await read(stream, GossipTopics.LIMIT), GossipTopics)
+    while True:
+        told, topic, envelope = split_frame(await read(stream, 1 + MAX_MESSAGE), told)
+        status = opened(envelope, swarm) if topic == topic_of(Status) else None
+        if status is not None:
+            shown = status.model_dump_json(include={"name", "peer", "progress", "loss"})
+            print(shown, flush=True)
 
 
 async def connect(host: Any, address: str) -> ID | None:
@@ -93,16 +84,25 @@ async def describe(host: Any, peer: ID, swarm: str) -> dict[str, Any]:
     the link names.
     """
     stream = await host.new_stream(peer, [TProtocol(MANIFEST_PROTOCOL)])
-    question = pack(ManifestRequest(swarm=swarm))
-    await stream.write(len(question).to_bytes(4, "big") + question)
-    size = int.from_bytes(await exactly(stream, 4), "big")
-    if size > ManifestReply.LIMIT:
-        raise MessageError(f"An answer of {size} bytes was refused.", "oversized")
-    sealed = unpack(await exactly(stream, size), ManifestReply).manifest
+    await write(stream, pack(ManifestRequest(swarm=swarm)))
+    sealed = unpack(await read(stream, ManifestReply.LIMIT), ManifestReply).manifest
     await stream.close()
     if sealed is None or swarm_id(sealed) != swarm:
         raise MessageError("The peer is in another swarm.")
     return title_of(sealed)._asdict()
+
+
+async def write(stream: Any, message: bytes) -> None:
+    """Send a message after its length."""
+    await stream.write(len(message).to_bytes(4, "big") + message)
+
+
+async def read(stream: Any, limit: int) -> bytes:
+    """Return the next message of at most ``limit`` bytes."""
+    size = int.from_bytes(await exactly(stream, 4), "big")
+    if size > limit:
+        raise MessageError(f"A message of {size} bytes was refused.", "oversized")
+    return await exactly(stream, size)
 
 
 async def exactly(stream: Any, size: int) -> bytes:

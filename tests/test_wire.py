@@ -59,6 +59,7 @@ from shoal.swarm.topics.verification_log import LOG_PROTOCOL, MAX_LOG_BYTES
 from shoal.swarm.topics.verification_log import LOG_QUOTA as LOGS
 from shoal.swarm.wire.envelope import ENVELOPE, MAX_MESSAGE, Message
 from shoal.swarm.wire.messages import (
+    GOSSIP_PROTOCOL,
     MAX_CONTACTS,
     MAX_LISTED,
     MAX_NAMED,
@@ -116,6 +117,7 @@ def test_every_protocol_is_in_the_table():
         STATE_PROTOCOL,
         CHUNKS_PROTOCOL,
         BODY_PROTOCOL,
+        GOSSIP_PROTOCOL,
         SEED_PROTOCOL,
         EVIDENCE_PROTOCOL,
         LOG_PROTOCOL,

@@ -2,17 +2,18 @@
 
 Each runs in a thread of its own until it is stopped.
 
-The light client of a swarm, on libp2p's daemon, subscribes to the topics of statuses and receipts,
-and publishes nothing. Like a bootstrap node it needs neither torch nor hivemind's Python, only the
-daemon in hivemind's wheel. It dials the link's addresses first, asks a bootstrap node among them
-for members, and keeps connections to a few nodes, whose addresses it learns from their statuses; so
-it continues when the first peers are gone.
+The light client of a swarm, on libp2p's daemon, listens to the gossip of the nodes to which it is
+connected: statuses and receipts; it publishes nothing. Like a bootstrap node it needs neither torch
+nor hivemind's Python, only the daemon in hivemind's wheel. It dials the link's addresses first,
+asks a bootstrap node among them for members, and keeps connections to a few nodes, whose addresses
+it learns from their statuses; so it continues when the first peers are gone.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import logging
 import queue
 import random
@@ -51,7 +52,7 @@ from shoal.swarm.access.link import Link
 from shoal.swarm.changes import CHANGE_PROTOCOL, ChangeReply, ChangeRequest, open_change, rank_of
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.gossip import envelope
-from shoal.swarm.gossip.envelope import topic_of
+from shoal.swarm.gossip.frames import GossipTopics, greet, receive_frame, split_frame, topic_of
 from shoal.swarm.identity import Identity
 from shoal.swarm.manifest import MANIFEST_PROTOCOL, creator_of, swarm_id, title_of
 from shoal.swarm.p2p import connections
@@ -59,15 +60,18 @@ from shoal.swarm.p2p.daemon import DAEMON_GONE, Daemon, DaemonError, PutOffError
 from shoal.swarm.p2p.dial_backoff import DialBackoff
 from shoal.swarm.p2p.messages import ask
 from shoal.swarm.p2p.newest import Newest
-from shoal.swarm.p2p.pubsub import Subscription
 from shoal.swarm.p2p.rate_limit import RateLimit, TokenBuckets
 from shoal.swarm.p2p.seed_request import ask_seed
 from shoal.swarm.p2p.stream import Stream
 from shoal.swarm.pacing.meter import TrafficMeter
 from shoal.swarm.topics.receipts import Receipts
 from shoal.swarm.topics.status import Status
-from shoal.swarm.wire.envelope import Message
-from shoal.swarm.wire.messages import SEED_PROTOCOL, ManifestReply, ManifestRequest
+from shoal.swarm.wire.messages import (
+    GOSSIP_PROTOCOL,
+    SEED_PROTOCOL,
+    ManifestReply,
+    ManifestRequest,
+)
 from shoal.swarm.wire.record import GONE
 
 # seconds (libp2p itself puts a dial off for 5) before the same peer is dialled again, doubled with
@@ -114,7 +118,9 @@ class PeerAddresses:
 
 QUOTA = RateLimit(
     messages=300, nbytes=4 << 20, senders=4096
-)  # a minute for each publisher; nodes send 120 at most
+)  # a minute for each author; nodes send 120 at most
+OF_NODE = RateLimit(messages=6000, nbytes=64 << 20)  # a minute for each node that is listened to
+REPEATED = 8192  # messages that are recognised when another node sends them too
 MAX_PEERS = 4096  # peers whose last status is known
 # most seconds between a status and our clock: clocks differ, but last week's swarm must not be
 # shown
@@ -135,12 +141,8 @@ class RecordFilter(Generic[R]):
         self._issued = Newest[str, float](MAX_PEERS)
         self._room = envelope.room_for(kind)
 
-    def open(self, publisher: str, data: bytes) -> R:
+    def open(self, data: bytes) -> R:
         """Return the record in ``data``. Raises MessageError, with the reason in one word."""
-        if not self._quotas.take(publisher, 1, len(data)):
-            raise MessageError(
-                "A message was refused: its publisher sent too many, or too large ones.", "quota"
-            )
         sent = envelope.open_envelope(data, self._swarm, self._room)
         record = envelope.open_body(sent.encoding, sent.size, sent.body, self._kind).message
         assert isinstance(record, Status | Receipts)
@@ -153,6 +155,10 @@ class RecordFilter(Generic[R]):
             )
         if record.issued <= self._issued.get(record.peer, 0.0):
             raise MessageError(f"A {what} was refused: a newer one was there before.", "replayed")
+        if not self._quotas.take(record.peer, 1, len(data)):
+            raise MessageError(
+                "A message was refused: its author sent too many, or too large ones.", "quota"
+            )
         self._issued[record.peer] = record.issued
         return cast(R, record)
 
@@ -165,6 +171,9 @@ DIAL_S = 5.0  # seconds for one attempt to connect
 ASK_S = 5.0  # seconds for one question and its answer
 LOOK_S = 0.25  # seconds between two looks at the connections
 CHANGE_S = 10.0  # seconds between two questions for changes of the settings
+# seconds before a stream of gossip that ended is opened again, doubled with each failure
+LISTEN_AGAIN_S = 1.0
+LISTEN_AGAIN_MAX_S = 30.0
 RESTART_S = 1.0  # seconds before a daemon that ended is started again
 
 
@@ -178,6 +187,12 @@ class LightClient:
         self._send = send
         self._gate = RecordFilter(Status, link.swarm)
         self._receipts = RecordFilter(Receipts, link.swarm)
+        self._takers: dict[str, Callable[[bytes], None]] = {
+            topic_of(Status): self._take,
+            topic_of(Receipts): self._confirm,
+        }
+        self._heard = Newest[bytes, None](REPEATED)
+        self._of_node = TokenBuckets(OF_NODE)
         self._book = PeerAddresses()
         for address in link.bootstrap:
             peer = address.rpartition("/p2p/")[2]
@@ -200,8 +215,6 @@ class LightClient:
             daemon.backoff = DialBackoff(self._link.bootstrap)
             try:
                 async with asyncio.TaskGroup() as self._tasks:  # the first that fails ends all
-                    for kind, take in ((Status, self._take), (Receipts, self._confirm)):
-                        self._tasks.create_task(self._listen(daemon, kind, take))
                     self._tasks.create_task(self._keep_connected(daemon))
                     self._tasks.create_task(self._look_for_changes(daemon))
             except* (TimeoutError, *DAEMON_GONE, NetworkError) as errors:
@@ -211,26 +224,47 @@ class LightClient:
             self._note_connections(daemon, set())
             await asyncio.sleep(RESTART_S)
 
-    async def _listen(
-        self, daemon: Daemon, kind: type[Message], take: Callable[[str, bytes], None]
-    ) -> None:
-        subscription = await asyncio.wait_for(
-            Subscription.to(daemon, topic_of(self._link.swarm, kind)), ASK_S
-        )
-        while True:
-            message = await subscription.next()
+    async def _listen(self, daemon: Daemon, peer: str) -> None:
+        """Hear what a node passes on, for as long as it is connected.
+
+        One that has just started has no gossip yet; a bootstrap node never has any.
+        """
+        pause = LISTEN_AGAIN_S
+        while peer in self._connected:
             try:
-                take(message.publisher, message.data)
+                with contextlib.closing(await self._open(daemon, peer, GOSSIP_PROTOCOL)) as stream:
+                    pause = LISTEN_AGAIN_S
+                    await self._hear(peer, stream)
+            except (TimeoutError, *DAEMON_GONE, NetworkError, MessageError) as error:
+                log.debug("listening to %s ended: %r", peer, error)
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, LISTEN_AGAIN_MAX_S)
+
+    async def _hear(self, peer: str, stream: Stream) -> None:
+        """Raise NetworkError when the stream ends, or MessageError."""
+        told = GossipTopics(swarm=self._link.swarm, topics=tuple(self._takers))
+        told = await greet(stream, told)
+        while True:
+            told, topic, data = split_frame(await receive_frame(stream), told)
+            taker = self._takers.get(topic)
+            digest = hashlib.sha256(data).digest()
+            if taker is None or digest in self._heard:
+                continue
+            self._heard[digest] = None
+            try:
+                if not self._of_node.take(peer, 1, len(data)):
+                    raise MessageError("A message was refused: its node sent too many.", "quota")
+                taker(data)
             except MessageError as error:
                 log.debug("%s", error)
                 self._send(MessageRefused(time=time.time(), reason=error.reason))
 
-    def _confirm(self, publisher: str, data: bytes) -> None:
-        receipts = self._receipts.open(publisher, data)
+    def _confirm(self, data: bytes) -> None:
+        receipts = self._receipts.open(data)
         self._send(Signed(time=time.time(), peer=receipts.peer, receipts=receipts))
 
-    def _take(self, publisher: str, data: bytes) -> None:
-        status = self._gate.open(publisher, data)
+    def _take(self, data: bytes) -> None:
+        status = self._gate.open(data)
         if status.progress.state not in GONE:
             self._book.learn(status.peer, status.addresses)
         self._send(Heard(time=time.time(), peer=status.peer, status=status))
@@ -249,10 +283,13 @@ class LightClient:
     def _note_connections(self, daemon: Daemon, here: set[str]) -> None:
         for peer in self._connected - here:
             self._send(Disconnected(time=time.time(), peer=peer))
-        for peer in here - self._connected:
+        new = here - self._connected
+        for peer in new:
             self._send(Connected(time=time.time(), peer=peer))
-            self._tasks.create_task(self._get_to_know(daemon, peer))
         self._connected = here
+        for peer in new:
+            self._tasks.create_task(self._get_to_know(daemon, peer))
+            self._tasks.create_task(self._listen(daemon, peer))
 
     async def _dial(self, daemon: Daemon, peer: str) -> None:
         addresses = self._book.addresses(peer)

@@ -169,10 +169,6 @@ class Body(NamedTuple):
     data: bytes
 
 
-def topic_of(swarm: str, kind: type[Message]) -> str:
-    return f"shoal/{swarm}/{kind.KIND}/{kind.VERSION}"
-
-
 def content_of(author: str, message: Message) -> bytes:
     """Return the SHA-256 that identifies a record: of author and content, not of the bytes in which
     it arrived.

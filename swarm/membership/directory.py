@@ -200,6 +200,20 @@ class Directory:
         """Return whether a record of ``peer`` was read lately. Quick and thread-safe."""
         return self._table.knows(peer)
 
+    def vouches(self, peer: str) -> bool:
+        """Return whether ``peer`` is a member, or left lately; in a swarm of buckets also of one of
+        another bucket, whose members nobody here knows.
+        """
+        return self._table.knows(peer) or not self._index.shows(peer)
+
+    def reachable(self) -> dict[str, tuple[str, ...]]:
+        """Return the addresses of the other members that have some."""
+        found = {}
+        for peer, member in self.everyone().items():
+            if peer != self._peer and member.addresses and not self.access_policy.denies(peer):
+                found[peer] = tuple(member.addresses)
+        return found
+
     def departed(self) -> dict[str, Member]:
         """Return the last record of each peer that left or finished within the last ``ttl``
         seconds, by peer id.

@@ -166,6 +166,8 @@ class Membership:
             self.host,
             self.identity,
             self.swarm,
+            members=at.reachable,
+            is_member=at.vouches,
             addresses=at.addresses,
             access_policy=at.access_policy,
             look=at.look,

@@ -21,11 +21,9 @@ from shoal.swarm.p2p.stream import Stream, short
 from shoal.swarm.wire.envelope import MAX_BYTES, MAX_COUNT, seal
 from shoal.swarm.wire.messages import (
     MAX_MANIFEST,
-    MAX_TOPICS,
     SEED_PROTOCOL,
     SWARMS_PROTOCOL,
     Announcement,
-    Member,
     SwarmsReply,
     SwarmsRequest,
 )
@@ -122,12 +120,11 @@ class SeedAnnouncer:
             return
         record = seal(own, self._identity)
         known = self._directory.members()
-        topics = self._topics(own)
         for seed, addresses in self._host.seeds().items():
             try:
                 opening = self._host.open(seed, SEED_PROTOCOL, addresses=addresses, timeout=OPEN_S)
                 with contextlib.closing(await opening) as stream:
-                    members = await ask_seed(stream, self._swarm, record, topics)
+                    members = await ask_seed(stream, self._swarm, record)
                 if self._announced is not None and own.state not in GONE:
                     await self._announce(seed, addresses, self._announced)
                 new = [one for one in members if one.peer not in known and one.peer != own.peer]
@@ -137,15 +134,6 @@ class SeedAnnouncer:
                     await self._host.meet(strangers)
             except (NetworkError, MessageError) as error:
                 log.debug("this node was not reported to bootstrap node %s: %s", short(seed), error)
-
-    def _topics(self, own: Member) -> list[str]:
-        """Return the topics to forward: gossip does not cross a relayed connection."""
-        if not any("/p2p-circuit" in address for address in own.addresses):
-            return []
-        prefix = f"shoal/{self._swarm}/"
-        there = self._host.pubsub.topics
-        topics = [topic.removeprefix(prefix) for topic in there if topic.startswith(prefix)]
-        return sorted(topics)[:MAX_TOPICS]
 
     async def _announce(self, seed: str, addresses: Sequence[str], announced: Announcement) -> None:
         """Announce the swarm to a seed, after this node's record.

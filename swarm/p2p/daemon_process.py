@@ -200,8 +200,6 @@ def options(
         "id": key,
         "hostAddrs": ",".join(listen),
         "dhtClient" if light else "dhtServer": 1,
-        "pubsub": 1,
-        "pubsubRouter": "gossipsub",
         "autonat": int(beyond),
         # By UPnP or NAT-PMP, five seconds after the start. Not for who names an address to listen
         # on or to announce, nor for QUIC.

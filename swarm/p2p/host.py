@@ -1,16 +1,9 @@
-"""The network interface of a node: one thread with one asyncio loop, one p2pd with GossipSub on,
-and one DHT node.
+"""The network interface of a node: one thread with one asyncio loop, one p2pd, and one DHT node.
 
 Everything that waits for the network runs on the loop of this thread; the rest of the program calls
 `Host.call` or hands a coroutine to `Host.submit`. When the daemon dies it is started again with the
 same identity, port and handlers; until then every call fails at once with NetworkError, so callers
 need no code for it.
-
-GossipSub runs inside the daemon. A published message reaches every subscriber once, over a mesh
-that the daemons of the subscribers form. The daemon signs it with its own key and checks those of
-others, so the publisher is known; the author of the *content* is another matter
-(`shoal.swarm.gossip.gossip`). It drops messages larger than about 1 MiB without an error, so ours
-stay far below.
 """
 
 from __future__ import annotations
@@ -58,7 +51,6 @@ from shoal.swarm.p2p.daemon_restart import report
 from shoal.swarm.p2p.daemon_supervisor import DaemonSupervisor
 from shoal.swarm.p2p.listening import check_announced, check_free, obtain_ports
 from shoal.swarm.p2p.peerstore import Peerstore
-from shoal.swarm.p2p.pubsub import PubSub
 from shoal.swarm.p2p.punch import PUNCH_PROTOCOL, Puncher
 from shoal.swarm.p2p.resource_manager import ResourceManager
 from shoal.swarm.p2p.seen_address import tell_seen
@@ -109,7 +101,6 @@ class Host:
         NetworkError to prevent it.
         """
         self.met: Mapping[str, str] = supervisor.backoff.met
-        self.pubsub = PubSub(supervisor, upload)
         self.puncher = Puncher(supervisor, peer_id, resource_manager, self.traffic)
         self._supervisor = supervisor
         self._lock = contextlib.ExitStack()

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 from shoal.swarm.access.policy import AccessPolicy
 from shoal.swarm.p2p.addresses import range_of
-from shoal.swarm.wire.messages import SEED_PROTOCOL, SEEN_PROTOCOL
+from shoal.swarm.wire.messages import GOSSIP_PROTOCOL, SEED_PROTOCOL, SEEN_PROTOCOL
 
 if TYPE_CHECKING:
     from shoal.swarm.p2p.stream import Stream
@@ -39,11 +39,13 @@ FREE = frozenset(
         "/shoal/manifest/1",
         "/shoal/change/1",
         ADMISSION_PROTOCOL,
+        GOSSIP_PROTOCOL,
         SEED_PROTOCOL,
         SEEN_PROTOCOL,
     }
 )
-"""Protocols that need no invitation: without them nobody would know of one, or could show it.
+"""Protocols that need no invitation: without them nobody would know of one, or could show it; and
+gossip, to which anybody may listen (`shoal.swarm.gossip.neighbours`).
 
 A second daemon has none.
 """

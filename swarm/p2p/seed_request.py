@@ -16,15 +16,13 @@ log = logging.getLogger(__name__)
 ANSWER_S = 5.0  # for each message
 
 
-async def ask_seed(
-    stream: Stream, swarm: str, record: bytes | None = None, topics: Sequence[str] = ()
-) -> list[Member]:
+async def ask_seed(stream: Stream, swarm: str, record: bytes | None = None) -> list[Member]:
     """Return members of ``swarm`` that the bootstrap node names, signatures checked; ``record``:
-    this node's sealed `Member`. ``topics``: of the swarm, to forward.
+    this node's sealed `Member`.
 
     A member named may be gone. Raises NetworkError or MessageError.
     """
-    request = SeedRequest(swarm=swarm, record=record, topics=tuple(topics))
+    request = SeedRequest(swarm=swarm, record=record)
     reply = await ask(stream, request, SeedReply, ANSWER_S)
     if reply.reason:
         log.warning(

@@ -1,1 +1,1 @@
-"""A bootstrap node (`shoal seed`): what it knows, what it forwards, and the node itself."""
+"""A bootstrap node (`shoal seed`): what it knows, and the node itself."""

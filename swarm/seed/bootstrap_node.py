@@ -29,7 +29,6 @@ from shoal.swarm.p2p.seen_address import tell_seen
 from shoal.swarm.p2p.stream import Stream, short
 from shoal.swarm.p2p.stream_places import StreamPlaces
 from shoal.swarm.pacing.meter import TrafficMeter
-from shoal.swarm.seed.forwarding import GossipForwarding
 from shoal.swarm.seed.registry import SeedRegistry
 from shoal.swarm.wire.messages import (
     SEED_PROTOCOL,
@@ -74,7 +73,6 @@ class Seed:
         on_ready: Callable[[tuple[str, ...]], None] = lambda addresses: None,
     ) -> None:
         self.registry = SeedRegistry()
-        self.forwarding = GossipForwarding()
         self._identity = identity
         self._relay = relay
         self._on_ready = on_ready
@@ -130,8 +128,6 @@ class Seed:
                 ) from error
             raise
         daemon.at_end.append(asyncio.ensure_future(self._share(daemon)).cancel)
-        if self._relay:
-            daemon.at_end.append(asyncio.ensure_future(self.forwarding.run(daemon)).cancel)
         addresses = self._announced(found)
         self._listen = fixed_ports(self._listen, addresses)
         self._on_ready(addresses)
@@ -169,8 +165,6 @@ class Seed:
     async def _answer(self, stream: Stream) -> None:
         request = await receive_message(stream, SeedRequest, MESSAGE_S)
         answer = self.registry.answer(stream.peer_id, request, stream.origin)
-        if self._relay and self.registry.has(request.swarm, stream.peer_id):
-            self.forwarding.ask(request.swarm, request.topics, stream.origin)
         await send_message(stream, answer, MESSAGE_S)
 
     async def _list(self, stream: Stream) -> None:

@@ -95,10 +95,6 @@ class SeedRegistry:
             reason = self._note(peer, request.swarm, request.record, host)
         return SeedReply(members=self._named(request.swarm, MAX_NAMED, but=peer), reason=reason)
 
-    def has(self, swarm: str, peer: str) -> bool:
-        self._forget_silent()
-        return peer in self._swarms.get(swarm, {})
-
     def listing(self, peer: str, request: SwarmsRequest) -> SwarmsReply:
         """Reply to ``peer``, which asks for public swarms, after noting its announcement if it
         brought one.

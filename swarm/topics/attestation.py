@@ -25,10 +25,6 @@ peer is drawn 3 times a round, and the busiest hardly ever more than 12 times. E
 commitment, a reveal and a verdict, in 3 draws at most: 108, and some five others (entry, claim,
 view, dispute, opening). This is five times as much: for rounds of 12 s, or for five claims.
 """
-INBOX = (4096, 16 << 20)
-"""Messages and bytes that may wait: whole draws vote in the same moment, so more arrive at once
-than a busy node opens at once.
-"""
 
 Handler = Callable[[str, bytes, bytes], None]
 """(author, record, signature)"""
@@ -72,7 +68,7 @@ class Attestations:
         self._swarm = gossip.swarm
         self._peer = gossip.identity.peer_id
         self._handler = handler
-        self.topic = gossip.join(Attestation, self._take, QUOTA, INBOX)
+        self.topic = gossip.join(Attestation, self._take, QUOTA)
 
     def publish(self, record: bytes, signature: bytes) -> None:
         """Send a record of this node to everybody, soon; never waits.

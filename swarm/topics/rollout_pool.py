@@ -77,9 +77,7 @@ class RolloutPool:
         limits = limits or PoolLimits()
         self.barred = barred
         self.bytes_sent = 0
-        """Of records published, each once: GossipSub sends some to several neighbours, and frames
-        them.
-        """
+        """Of records published, each once: they go to several neighbours, framed."""
         self.bytes_received = 0
         """Of records drained, each once."""
         self._swarm = gossip.swarm

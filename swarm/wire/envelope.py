@@ -253,13 +253,13 @@ NONCES: ContextVar[Callable[[int], bytes]] = ContextVar(
 
 def fresh_nonce() -> bytes:
     """Return 16 bytes that make equal messages differ: the only random numbers in the protocols of
-    an exchange.
+    an exchange, and of gossip.
     """
     return NONCES.get()(16)
 
 
 KIB = 1024
-# Bytes of one gossiped message: GossipSub drops larger ones than 1 MiB without an error.
+# Bytes of one gossiped message.
 MAX_MESSAGE = 256 * KIB
 ENVELOPE = 160  # bytes that a seal adds to a packed message, at most
 

@@ -431,26 +431,20 @@ class ChunkReply(Message):
 
 SEED_PROTOCOL = "/shoal/seed/1"
 SEEN_PROTOCOL = "/shoal/seen/1"
+GOSSIP_PROTOCOL = "/shoal/gossip/1"
 MAX_NAMED = 8  # members that a bootstrap node names at once
-MAX_TOPICS = 8  # of one swarm that a member names
-
-Topic = Annotated[str, Field(pattern=r"^[a-z-]{1,32}/[0-9]{1,4}$")]
 Record = Annotated[bytes, Field(max_length=Member.LIMIT + ENVELOPE)]
 
 
 class SeedRequest(Message):
     """Request for members of a swarm; ``record``: the sender's own sealed `Member`, by which others
     may find it.
-
-    ``topics``: of a sender that has a relay, kinds and versions of the swarm's topics that the
-    bootstrap node shall forward.
     """
 
     KIND = "seed-request"
     LIMIT = 8 * KIB
     swarm: SwarmId
     record: Record | None = None
-    topics: Annotated[tuple[Topic, ...], Field(max_length=MAX_TOPICS)] = ()
 
 
 class SeedReply(Message):

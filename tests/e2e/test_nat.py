@@ -111,7 +111,7 @@ def test_nodes_behind_two_nats_meet_through_a_seed_and_average(internet, shoal, 
         heard = [json.loads(line) for line in list(watcher.lines) if '"status":' in line]
         return {event["status"]["name"] for event in heard} == {"anna", "bert"}
 
-    eventually(watched, 60, "statuses of both, which cross no relayed connection")
+    eventually(watched, 60, "statuses of both, over their relay")
 
 
 def restart(internet, shoal, seed):

@@ -340,6 +340,10 @@ class SimHost:
         self.busy: Counter[str] = Counter()
         self._handlers: dict[str, Callable[[Stream], Awaitable[None]]] = {}
 
+    @property
+    def alive(self) -> bool:
+        return True
+
     def entry(self) -> tuple[str, ...]:
         return ()
 

@@ -44,6 +44,10 @@ class FakeHost:
     def seeds(self):
         return {}
 
+    @property
+    def alive(self):
+        return not self.dead
+
     def submit(self, coroutine):
         return self.network.submit(coroutine)
 

@@ -5,7 +5,10 @@ not.
 import contextlib
 import os
 
+from blake3 import blake3
+
 from shoal.swarm.gossip.envelope import make_body, make_envelope
+from shoal.swarm.gossip.frames import frame_of
 from shoal.swarm.gossip.gossip import Gossip
 from shoal.swarm.identity import Identity
 from shoal.swarm.manifest import swarm_id
@@ -35,20 +38,61 @@ def rollout_of(peer, /, **changes):
     return Rollout(**{**fields, **changes})
 
 
+LIVE = {}
+"""Nodes of this module that were not closed, by peer id."""
+MEMBERS = set()
+"""Peer ids of all that ever were."""
+
+
+def members_beside(peer):
+    """Return what gossip asks for: the addresses of the other live nodes."""
+    return lambda: {
+        each: node.host.addresses() for each, node in list(LIVE.items()) if each != peer
+    }
+
+
+async def push(gossip, topic, data):
+    """Send ``data`` to the neighbours, unchecked, as a node that lies does."""
+    gossip.neighbours.push(topic.name, blake3(data).digest(), data)
+
+
+async def send_frames(gossip, topic, *envelopes):
+    """Send frames to all neighbours as they are, also what they have."""
+    neighbours = gossip.neighbours
+    for neighbour in list(neighbours._linked.values()):
+        for envelope in envelopes:
+            number = neighbours._topics.index(topic.name)
+            await neighbour.stream.send(frame_of(number, envelope), 10)
+
+
 class Node:
     def __init__(self, bootstrap=()):
         self.identity = Identity.ephemeral()
+        peer = self.identity.peer_id
         self.host = Host.start(self.identity, bootstrap=bootstrap, timeout=60)
-        self.gossip = Gossip(self.host, self.identity, SWARM, fetch_s=5.0)
+        self.gossip = Gossip(
+            self.host,
+            self.identity,
+            SWARM,
+            members=members_beside(peer),
+            is_member=MEMBERS.__contains__,
+            fetch_s=5.0,
+        )
+        LIVE[peer] = self
+        MEMBERS.add(peer)
 
     def publish_raw(self, topic, data):
-        self.host.call(self.host.pubsub.publish(topic.name, data), 60)
+        self.host.call(push(self.gossip, topic, data), 60)
+
+    def send_frames(self, topic, *envelopes):
+        self.host.call(send_frames(self.gossip, topic, *envelopes), 60)
 
     def seal(self, message):
         """Return ``message`` as this node gossips it."""
         return make_envelope(SWARM, make_body(message, self.identity))
 
     def close(self):
+        LIVE.pop(self.identity.peer_id, None)
         self.gossip.close()
         self.host.close()
 

@@ -15,13 +15,16 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 import pytest
+from blake3 import blake3
 
 from shoal.node.watch import source as light_client
 from shoal.node.watch.source import LightClient, live
 from shoal.swarm.access.link import Link
 from shoal.swarm.changes import CHANGE_PROTOCOL, Change, ChangePart, ChangeReply, ChangeRequest
 from shoal.swarm.errors import StartupError
-from shoal.swarm.gossip.envelope import make_body, make_envelope, topic_of
+from shoal.swarm.gossip.envelope import make_body, make_envelope
+from shoal.swarm.gossip.frames import topic_of
+from shoal.swarm.gossip.neighbours import Neighbours
 from shoal.swarm.manifest import Manifest, swarm_id
 from shoal.swarm.membership.manifest_exchange import serve_manifest
 from shoal.swarm.p2p import daemon, daemon_process
@@ -47,6 +50,14 @@ class Node:
         serve_manifest(self.host, self.swarm, sealed)
         self.change = b""
         self.host.serve(CHANGE_PROTOCOL, self._answer)
+        self.neighbours = Neighbours(
+            self.host,
+            self.swarm,
+            self._take,
+            members=dict,
+            is_member=lambda peer: False,
+        )
+        self.host.call(self._join(), 10)
         self.link = Link(self.swarm, self.host.addresses())
 
     async def _answer(self, stream):
@@ -58,11 +69,23 @@ class Node:
         status = self.author.status(swarm=self.swarm, issued=time.time(), **changes)
         self.send(make_envelope(self.swarm, make_body(status, self.author.identity)))
 
+    async def _take(self, *parcel):
+        raise AssertionError("a watcher sends nothing")
+
+    async def _join(self):
+        self.neighbours.join(topic_of(Status))
+
     def send(self, data):
-        self.host.call(self.host.pubsub.publish(topic_of(self.swarm, Status), data), 10)
+        async def push():
+            self.neighbours.push(topic_of(Status), blake3(data).digest(), data)
+
+        self.host.call(push(), 10)
 
     def listeners(self):
-        return self.host.call(self.host.pubsub.listeners(topic_of(self.swarm, Status)), 10)
+        async def listening():
+            return self.neighbours.listeners(topic_of(Status))
+
+        return self.host.call(listening(), 10)
 
 
 def heard(node, next_of, **changes):

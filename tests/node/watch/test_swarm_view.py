@@ -597,16 +597,16 @@ def gate():
     return RecordFilter(Status, SWARM, clock=lambda: NOW)
 
 
-def refused(gate, data, publisher="somebody"):
+def refused(gate, data):
     with pytest.raises(MessageError) as caught:
-        gate.open(publisher, data)
+        gate.open(data)
     return caught.value.reason
 
 
 def test_a_status_is_opened(gate, authors):
     anna, bert, _ = authors
     status = anna.status(anna.round(3, [bert]), reward=0.25, banned=(bert.peer,), without_partner=2)
-    assert gate.open("anybody", make_envelope(SWARM, make_body(status, anna.identity))) == status
+    assert gate.open(make_envelope(SWARM, make_body(status, anna.identity))) == status
 
 
 def test_malformed_messages_are_refused_each_for_its_reason(gate, authors):
@@ -636,7 +636,7 @@ def test_malformed_messages_are_refused_each_for_its_reason(gate, authors):
     )  # bert speaks for anna
     foreign = anna.status(swarm=swarm_id(b"other"))
     assert refused(gate, make_envelope(SWARM, make_body(foreign, anna.identity))) == "foreign-swarm"
-    assert gate.open("somebody", good) == anna.status()
+    assert gate.open(good) == anna.status()
 
 
 def test_a_bomb_is_not_expanded(gate, authors):
@@ -647,21 +647,21 @@ def test_a_bomb_is_not_expanded(gate, authors):
 
 def test_only_what_is_newer_counts(gate, authors):
     anna, bert, _ = authors
-    gate.open("x", anna.bytes())
+    gate.open(anna.bytes())
     assert refused(gate, anna.bytes()) == "replayed"
     assert refused(gate, anna.bytes(issued=NOW - 1)) == "replayed"
-    gate.open("x", bert.bytes(issued=NOW - 1))
-    gate.open("x", anna.bytes(issued=NOW + 0.5))
+    gate.open(bert.bytes(issued=NOW - 1))
+    gate.open(anna.bytes(issued=NOW + 0.5))
     assert refused(gate, anna.bytes(issued=NOW + OLD_S + 1)) == "old"
     assert refused(gate, Author("dora").bytes(issued=NOW - OLD_S - 1)) == "old"
 
 
-def test_a_publisher_has_a_quota(gate, authors):
-    anna, *_ = authors
+def test_an_author_has_a_quota(gate, authors):
+    anna, bert, _ = authors
     for number in range(QUOTA.messages):
-        gate.open("loud", anna.bytes(issued=NOW + number / 1000))
-    assert refused(gate, anna.bytes(issued=NOW + 10), "loud") == "quota"
-    gate.open("another", anna.bytes(issued=NOW + 10))
+        gate.open(anna.bytes(issued=NOW + number / 1000))
+    assert refused(gate, anna.bytes(issued=NOW + 10)) == "quota"
+    gate.open(bert.bytes(issued=NOW + 10))
 
 
 def test_the_largest_status_fits():
@@ -688,7 +688,7 @@ def test_the_largest_status_fits():
     )
     assert len(pack(status)) < status.LIMIT
     gate = RecordFilter(Status, SWARM, clock=lambda: NOW)
-    assert gate.open("x", make_envelope(SWARM, make_body(status, author.identity))) == status
+    assert gate.open(make_envelope(SWARM, make_body(status, author.identity))) == status
 
 
 def at(author, port=4001, host="/ip4/203.0.113.5", rest=""):

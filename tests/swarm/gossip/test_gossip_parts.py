@@ -4,7 +4,6 @@ node that still has records to publish."""
 import asyncio
 import copy
 import functools
-from types import SimpleNamespace
 
 import pytest
 
@@ -22,6 +21,7 @@ from shoal.swarm.gossip.bodies import (
 from shoal.swarm.gossip.envelope import BodyAnnouncement, BoundedQueue
 from shoal.swarm.gossip.gossip import Gossip
 from shoal.swarm.identity import Identity
+from shoal.swarm.internal_errors import InternalErrors
 from shoal.swarm.manifest import swarm_id
 from shoal.swarm.p2p.newest import Newest
 from shoal.swarm.p2p.rate_limit import RateLimit, TokenBuckets
@@ -280,32 +280,17 @@ LONG = 30.0
 
 
 class Host(LoopThread):
-    """A host whose daemon takes a message only when it is allowed to."""
+    """A host whose daemon is away until it is allowed to run."""
 
     def __init__(self):
         super().__init__()
-        self.pubsub, self.taken, self.allowed, self.failing, self.met = (
-            self,
-            [],
-            asyncio.Event(),
-            False,
-            {},
-        )
+        self.alive, self.met = False, {}
 
     def serve(self, *args, **kwargs):
         pass
 
-    async def subscribe(self, name):
-        return SimpleNamespace(next=asyncio.Event().wait, close=lambda: None)
-
-    async def publish(self, name, data):
-        if self.failing:
-            raise NetworkError("the daemon is gone")
-        await self.allowed.wait()
-        self.taken.append(data)
-
     def allow(self):
-        self.loop.call_soon_threadsafe(self.allowed.set)
+        self.alive = True
 
 
 async def tasks():
@@ -323,9 +308,9 @@ def host():
 
 @pytest.fixture
 def pool(host):
-    made = RolloutPool(Gossip(host, ME, "a" * 52), lambda *env: True)
-    yield made
-    made.topic.close()
+    gossip = Gossip(host, ME, "a" * 52, members=dict)
+    yield RolloutPool(gossip, lambda *env: True)
+    gossip.close()
 
 
 def publish(pool, count):
@@ -351,17 +336,23 @@ def test_records_that_wait_are_published_before_flush_returns(host, pool):
     assert pool.counts["sent"] == 0
     host.allow()
     assert pool.topic.flush(LONG)
-    assert (pool.counts["sent"], len(host.taken)) == (3, 3)
+    assert pool.counts["sent"] == 3
     assert pool.topic.flush(0.0)
 
 
 def test_unpublishable_record_is_given_up(host, pool, monkeypatch):
     """What cannot be published is given up and not waited for."""
-    monkeypatch.setattr(module, "AGAIN", (0.0,) * 5)
-    host.failing = True
+    host.internal_errors = InternalErrors()
+
+    def fail(*_):
+        raise ValueError("a bug")
+
+    monkeypatch.setattr(module.envelope, "make_body", fail)
+    host.allow()
     publish(pool, 2)
     assert pool.topic.flush(LONG)
     assert (pool.counts["sent"], pool.counts["unsent"]) == (0, 2)
+    assert host.internal_errors.total == 2
 
 
 def test_what_the_outbox_dropped_is_not_waited_for(host, pool):

@@ -24,7 +24,7 @@ from shoal.swarm.p2p.resource_manager import (
     Rates,
     ResourceManager,
 )
-from shoal.swarm.wire.messages import SEED_PROTOCOL, SEEN_PROTOCOL
+from shoal.swarm.wire.messages import GOSSIP_PROTOCOL, SEED_PROTOCOL, SEEN_PROTOCOL
 from tests.support.clock import Clock
 from tests.support.echo_host import ECHO, ask, start
 from tests.support.waiting import until
@@ -225,6 +225,7 @@ def test_what_needs_no_invitation_is_called_so():
     assert {
         ADMISSION_PROTOCOL,
         CHANGE_PROTOCOL,
+        GOSSIP_PROTOCOL,
         MANIFEST_PROTOCOL,
         SEED_PROTOCOL,
         SEEN_PROTOCOL,

@@ -3,6 +3,7 @@ refused.
 """
 
 import asyncio
+from types import SimpleNamespace
 
 import msgpack
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from shoal.swarm.errors import MessageError
 from shoal.swarm.identity import Identity
 from shoal.swarm.manifest import Manifest, Title, swarm_id
-from shoal.swarm.membership import swarm_list
+from shoal.swarm.membership import seed_announcer, swarm_list
 from shoal.swarm.membership.swarm_list import PublicSwarm, merged, read_listed
 from shoal.swarm.seed.registry import MAX_MEMBERS, TTL_S, SeedRegistry
 from shoal.swarm.wire.envelope import pack, seal, unpack
@@ -214,7 +215,9 @@ def test_single_member_stays_listed_by_renewal(monkeypatch):
     place.now += TTL_S / 2
     place.joins(ada, swarm_id(sealed), "10.1.0.1")
     place.now += TTL_S / 2 + 1
-    assert place.registry.has(swarm_id(sealed), ada.peer_id), "renewed"
+    asked = SeedRequest(swarm=swarm_id(sealed))
+    answer = place.registry.answer(Identity.ephemeral().peer_id, asked, "10.9.0.1")
+    assert len(answer.members) == 1, "renewed"
 
 
 def test_pages_have_all_swarms_once():
@@ -318,3 +321,34 @@ def test_several_seeds_are_merged():
         {"x", "y", "z"},
     )
     assert second == other
+
+
+@pytest.mark.parametrize(("state", "times"), [("training", 1), ("leaving", 0), ("done", 0)])
+def test_a_member_that_leaves_announces_its_swarm_no_more(monkeypatch, state, times):
+    """The bootstrap node has just forgotten it, and would answer that it does not know it."""
+    announced = []
+    me = Identity.ephemeral()
+
+    async def opened(*_, **__):
+        return SimpleNamespace(close=lambda: None)
+
+    async def ask(*_):
+        return []
+
+    async def announce(*_):
+        announced.append(state)
+
+    host = SimpleNamespace(
+        submit=lambda work: work.close(),
+        known=None,
+        meet=None,
+        seeds=lambda: {"seed": ()},
+        open=opened,
+    )
+    directory = SimpleNamespace(everyone=None, departed=None, members=dict)
+    directory.own = lambda: member_of(me.peer_id, state=state)
+    announcer = seed_announcer.SeedAnnouncer(host, directory, me, "a" * 52)
+    announcer._announced, announcer._announce = object(), announce
+    monkeypatch.setattr(seed_announcer, "ask_seed", ask)
+    asyncio.run(announcer._report())
+    assert len(announced) == times

@@ -270,7 +270,7 @@ class Gossip:
         )
         everyone.append(self)
 
-    def join(self, kind, handler, quota, inbox):
+    def join(self, kind, handler, quota):
         self.handler = handler
         return self
 
