@@ -1,8 +1,8 @@
 """What goes over a gossip stream: the topics of each end, then envelopes, each after the number of
 its topic. docs/wire.md, "Gossip", has it for other implementations.
 
-    await stream.send(pack(GossipTopics(swarm=swarm, topics=("status/2",))), SMALL_S)
-    topic, envelope = await receive_envelope(stream, topics)
+    theirs = await greet(stream, GossipTopics(swarm=swarm, topics=("status/2",)))
+    theirs, topic, envelope = split_frame(await receive_frame(stream), theirs)
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from typing import Annotated
 from pydantic import Field
 
 from shoal.swarm.errors import MessageError
+from shoal.swarm.p2p.messages import receive_message, send_message
 from shoal.swarm.p2p.stream import Stream
-from shoal.swarm.wire.envelope import MAX_MESSAGE, Message, SwarmId, pack, unpack
+from shoal.swarm.wire.envelope import MAX_MESSAGE, Message, SwarmId, unpack
 
 Topic = Annotated[str, Field(pattern=r"^[a-z-]{1,32}/[0-9]{1,4}$")]
 """Kind and version of the records of a topic."""
@@ -75,13 +76,13 @@ async def greet(stream: Stream, topics: GossipTopics) -> GossipTopics:
 
     Raises NetworkError or MessageError.
     """
-    await stream.send(pack(topics), SMALL_S)
+    await send_message(stream, topics, SMALL_S)
     return await greeted(stream, topics.swarm)
 
 
 async def greeted(stream: Stream, swarm: str) -> GossipTopics:
     """Return the topics that the other end tells first. Raises NetworkError or MessageError."""
-    told = unpack(await stream.receive(GossipTopics.LIMIT, SMALL_S), GossipTopics)
+    told = await receive_message(stream, GossipTopics, SMALL_S)
     if told.swarm != swarm:
         raise MessageError("A stream of another swarm's gossip was refused.", "foreign-swarm")
     return told

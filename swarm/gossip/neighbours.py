@@ -36,11 +36,12 @@ from shoal.swarm.gossip.frames import (
 )
 from shoal.swarm.p2p.addresses import by_turns, host_of, range_of
 from shoal.swarm.p2p.counters import Counters
+from shoal.swarm.p2p.messages import send_message
 from shoal.swarm.p2p.newest import Newest
 from shoal.swarm.p2p.rate_limit import RateLimit, TokenBuckets
 from shoal.swarm.p2p.stream import Stream, short
 from shoal.swarm.p2p.stream_places import StreamPlaces
-from shoal.swarm.wire.envelope import fresh_nonce, pack
+from shoal.swarm.wire.envelope import fresh_nonce
 from shoal.swarm.wire.messages import GOSSIP_PROTOCOL
 
 if TYPE_CHECKING:
@@ -287,7 +288,7 @@ class Neighbours:
             self.counters.reject("crowded")
             return
         try:
-            await stream.send(pack(self._told()), SEND_S)
+            await send_message(stream, self._told(), SEND_S)
             neighbour = Neighbour(stream, theirs, is_drawn=False)
             if self._link(neighbour):
                 await self._keep(neighbour)
@@ -350,7 +351,7 @@ class Neighbours:
                 envelope = None
             if envelope is None or neighbour.told != self._topics:
                 neighbour.told = self._topics
-                await neighbour.stream.send(pack(self._told()), SEND_S)
+                await send_message(neighbour.stream, self._told(), SEND_S)
             if envelope is not None and envelope.digest not in neighbour.had:
                 neighbour.had[envelope.digest] = False
                 frame = frame_of(self._topics.index(envelope.topic), envelope.data)
