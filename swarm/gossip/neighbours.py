@@ -110,6 +110,7 @@ class Neighbour:
         """The topics of this node that it was told last."""
         self.had = Newest[bytes, bool](MAX_HAD)
         """Digest -> whether the neighbour has sent it, or was sent it."""
+        self.is_replaced = asyncio.Event()
 
     def offer(self, envelope: Envelope) -> int:
         """Queue an envelope, if the neighbour takes its topic and does not have it; return how many
@@ -284,6 +285,9 @@ class Neighbours:
         theirs = await greeted(stream, self._swarm)
         is_member = self._is_member(stream.peer_id)
         places = self._accepted if is_member else self._readers
+        before = self._linked.get(stream.peer_id)
+        if before is not None:
+            places.free(before.stream)  # one peer has one place
         if self._is_shunned(stream.peer_id, stream.origin) or not places.take(stream):
             self.counters.reject("crowded")
             return
@@ -309,7 +313,7 @@ class Neighbours:
                 self._host.peer_id, neighbour.peer
             ):
                 return False
-            before.stream.abort()
+            before.is_replaced.set()
         self._linked[neighbour.peer] = neighbour
         self._offer_recent(neighbour)
         return True
@@ -329,9 +333,8 @@ class Neighbours:
 
     async def _keep(self, neighbour: Neighbour) -> None:
         """Send and receive until one of both ends. Raises NetworkError or MessageError."""
-        tasks = [
-            asyncio.ensure_future(work) for work in (self._read(neighbour), self._write(neighbour))
-        ]
+        works = self._read(neighbour), self._write(neighbour), neighbour.is_replaced.wait()
+        tasks = [asyncio.ensure_future(work) for work in works]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:

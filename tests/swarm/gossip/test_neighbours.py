@@ -7,9 +7,10 @@ import contextlib
 import pytest
 
 from shoal.swarm.gossip import neighbours as module
-from shoal.swarm.gossip.frames import GossipTopics, frame_of
+from shoal.swarm.gossip.frames import GossipTopics, frame_of, greet
 from shoal.swarm.p2p.rate_limit import RateLimit
 from shoal.swarm.wire.envelope import MAX_MESSAGE, pack
+from shoal.swarm.wire.messages import GOSSIP_PROTOCOL
 from tests.sim.gossip import SWARM, GossipPeer, GossipSwarm
 
 JOIN_S = 5.0
@@ -218,3 +219,24 @@ def test_nobody_is_blamed_for_what_it_could_not_know(start):
     assert middle.rejected("replayed") == far.rejected("replayed") == 2 * module.FAULTS.messages
     assert far.peer in middle.linked
     assert middle.peer in far.linked
+
+
+def test_one_peer_has_one_place_however_often_it_calls(start):
+    swarm = start(3)
+    middle, *others = swarm.all
+    caller = GossipPeer(swarm, "caller")
+    swarm.hidden = {each.peer: {caller.peer} for each in swarm.all}
+    caller.gossip.close()
+    streams = []
+
+    async def call():
+        for _ in range(2 * module.MAX_ACCEPTED):
+            stream = await caller.host.open(middle.peer, GOSSIP_PROTOCOL, timeout=10.0)
+            await greet(stream, GossipTopics(swarm=SWARM, topics=("note/1",)))
+            streams.append(stream)
+
+    caller.host.start(call())
+    swarm.run(10.0)
+    assert middle.gossip.neighbours.counters.rejected() == {}
+    assert middle.gossip.neighbours._accepted.peers[caller.peer] == 1
+    assert {each.peer for each in others} < set(middle.linked)
