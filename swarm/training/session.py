@@ -63,7 +63,7 @@ from shoal.swarm.training.session_setup import (
     fitting,
 )
 from shoal.swarm.training.shard import Shard, least_used
-from shoal.swarm.training.step_rate import Rates, StepRate
+from shoal.swarm.training.step_rate import LoopSpeed
 from shoal.swarm.training.step_watch import StepWatch, follow
 from shoal.swarm.wire.record import NodeRecord, Round
 from shoal.swarm.wire.record import State as DirectoryState
@@ -172,13 +172,8 @@ class Session:
         self._began_at = 0  # the swarm's round, when this node took over its weights
         self._loads: LoadedState | None = None  # while a saved state is being loaded
         self._loss: float | None = None
-        self._speed = StepRate()
-        self._announced = 0.0
+        self._speed = LoopSpeed()
         self._round = -1
-        self._since = 0
-        self._waited = 0.0
-        self._tokens = 0
-        self._tokens_speed = StepRate()
         self._finished = self._closed = False
         self._watch = StepWatch()
         self._last: LastAverage | None = None
@@ -466,18 +461,8 @@ class Session:
         opt = self._opt
         assert opt is not None
         member.records.lost(training=self._loss)
-        now = time.monotonic()
-        waited = member.exchange.waited
-        if opt.steps > self._since:
-            busy = now - self._announced - (waited - self._waited)
-            steps_per_s = self._speed.add(opt.steps - self._since, busy)
-            tokens_per_s = self._tokens_speed.add(opt.tokens - self._tokens, busy)
-            member.records.rates = Rates(steps_per_s, tokens_per_s)
-            self._tokens = opt.tokens
-        self._announced = now
+        member.records.rates = self._speed.look(opt.steps, opt.tokens, member.exchange.waited)
         self._round = opt.round
-        self._since = opt.steps
-        self._waited = waited
 
     def report(self, loss: float) -> None:
         """Set this node's training loss, nats, that others see; one that is not finite is not
@@ -514,7 +499,7 @@ class Session:
                 opt.round // opt.fragments,
             )
         self._follow_changes()
-        if opt.round != self._round or time.monotonic() - self._announced >= ANNOUNCE_S:
+        if opt.round != self._round or self._speed.since_look() >= ANNOUNCE_S:
             self._announce("training")
             for notice in self._member.news():
                 log.warning("%s", notice.said)

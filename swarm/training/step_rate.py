@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from dataclasses import dataclass
 from statistics import median_high
@@ -36,3 +37,35 @@ class StepRate:
         if seconds > 0:
             self._rates.append(amount / seconds)
         return median_high(self._rates) if self._rates else 0.0
+
+
+class LoopSpeed:
+    """The speed of a loop of one's own between two looks, without what it waited for others."""
+
+    def __init__(self) -> None:
+        self._rates = Rates()
+        self._step_rate = StepRate()
+        self._token_rate = StepRate()
+        # As of the last look.
+        self._looked_at = 0.0
+        self._steps = 0
+        self._tokens = 0
+        self._waited_s = 0.0
+
+    def look(self, steps: int, tokens: int, waited_s: float) -> Rates:
+        """Return the recent speed; steps, tokens and seconds of waiting are totals."""
+        if steps > self._steps:
+            busy_s = self.since_look() - (waited_s - self._waited_s)
+            self._rates = Rates(
+                self._step_rate.add(steps - self._steps, busy_s),
+                self._token_rate.add(tokens - self._tokens, busy_s),
+            )
+            self._tokens = tokens
+        self._looked_at = time.monotonic()
+        self._steps = steps
+        self._waited_s = waited_s
+        return self._rates
+
+    def since_look(self) -> float:
+        """Return the seconds since the last look."""
+        return time.monotonic() - self._looked_at

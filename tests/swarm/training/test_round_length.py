@@ -10,7 +10,8 @@ from shoal.optim.schedule.agreed_seconds import LONGEST_S, SHORTEST_S, agreed_se
 from shoal.swarm.settings.outer import OuterSettings
 from shoal.swarm.settings.round_length import parse_round
 from shoal.swarm.training.round_steps import announced_speeds, round_length, steps_of_rounds
-from shoal.swarm.training.step_rate import MAX_REPORTS, StepRate
+from shoal.swarm.training.step_rate import MAX_REPORTS, LoopSpeed, Rates, StepRate
+from tests.support.clock import Clock
 
 
 @pytest.mark.parametrize(
@@ -164,3 +165,20 @@ def test_late_place_is_by_one_vote_a_range(setting):
         steps_of_rounds(settings, 3, members, met) == {"seconds:2.0": 12, "tokens:100": 30}[setting]
     )
     assert steps_of_rounds(settings, 3, members, {}) != steps_of_rounds(settings, 3, members, met)
+
+
+def test_a_loops_speed_leaves_out_its_waiting(monkeypatch):
+    """Mutants: waiting counts as training; a look without a step changes the speed; tokens of a
+    look before count twice.
+    """
+    clock = Clock()
+    monkeypatch.setattr("shoal.swarm.training.step_rate.time.monotonic", lambda: clock.now)
+    speed = LoopSpeed()
+    assert speed.look(0, 0, 0.0) == Rates()
+    clock.now += 5.0
+    assert speed.look(10, 500, 3.0) == Rates(5.0, 250.0)
+    clock.now += 60.0
+    assert speed.since_look() == 60.0
+    assert speed.look(10, 500, 63.0) == Rates(5.0, 250.0)
+    clock.now += 2.0
+    assert speed.look(20, 1000, 63.0) == Rates(5.0, 250.0)
