@@ -283,7 +283,7 @@ class GroupExchange(ExchangeBase):
                     await self._try(pending, hint.leader, hint.addresses)
                 if pending.entered or loop.time() >= pending.until:
                     return
-                sent_away = hint is not None and peer == self._context.me
+                sent_away = hint is not None and self._context.me in (peer, hint.leader)
                 if sent_away or pending.moved_to > key.round:
                     break
             else:

@@ -590,12 +590,20 @@ class GroupLeader:
             await self._send_away(pending, self._elsewhere(round, leader))
 
     async def _send_away(self, pending: PendingGroup, receipt: GroupReceipt) -> None:
-        """Let the members that wait here go where ``receipt`` says, but its leader."""
+        """Let the members that wait here go where ``receipt`` says.
+
+        Of two nodes that wait at each other the first in the order goes back to lead itself.
+        """
+        leader = receipt.leader
         for peer, member in list(pending.members.items()):
-            if peer != receipt.leader:
+            if peer != leader or self._is_behind(leader, receipt.round):
                 with contextlib.suppress(NetworkError):  # it is gone
                     await member.channel.send(receipt)
                 member.dismiss()
+
+    def _is_behind(self, leader: str, round: int) -> bool:
+        """Return whether ``leader`` comes before this node in the order of the round."""
+        return order(self._context.seed, round, [leader, self.me])[0] == leader
 
     def _admit(self, peer: str, member: MemberState) -> PendingGroup:
         key = (member.ready.round, member.ready.fragment)
@@ -700,11 +708,18 @@ class GroupLeader:
         while True:
             await asyncio.sleep(pause_s)
             pause_s *= 2
-            missing = self._hoped(key[0], pending) - set(pending.members) - {self.me}
+            missing = self._hoped(key[0], pending) - set(pending.members)
+            if self.me in missing:  # it may have moved on, and others have waited here since
+                receipt = self._standing(self.me, self._question(key))
+                await self._follow(self.me, receipt, key[0], pending)
+            missing -= {self.me}
             if missing:
                 self._context.look()
             asked = sorted(missing)[:MAX_GROUP]
             await asyncio.gather(*(self._probe(peer, key, pending) for peer in asked))
+
+    def _question(self, key: tuple[int, int]) -> GroupProbe:
+        return GroupProbe(swarm=self._context.swarm, round=key[0], fragment=key[1])
 
     async def _probe(self, peer: str, key: tuple[int, int], pending: PendingGroup) -> None:
         seconds = self.timeouts.probe(self.timeouts.wait)
@@ -721,8 +736,8 @@ class GroupLeader:
         pending.probed.add(peer)
         with contextlib.closing(stream):
             try:
-                probe = GroupProbe(swarm=self._context.swarm, round=key[0], fragment=key[1])
-                await stream.send(seal(probe, self._context.identity), seconds)
+                sealed = seal(self._question(key), self._context.identity)
+                await stream.send(sealed, seconds)
                 receipt = unpack(await stream.receive(GroupReceipt.LIMIT, seconds), GroupReceipt)
             except (NetworkError, MessageError) as error:
                 log.info("a missing peer does not say where it is: %s", error)
@@ -734,14 +749,15 @@ class GroupLeader:
         self, peer: str, receipt: GroupReceipt, round: int, pending: PendingGroup
     ) -> None:
         """Act on where a missing member says that it is."""
-        leader = receipt.leader
+        leader = receipt.leader or self.me
         if receipt.verdict == "passed":
-            self.view.evidence.heard(peer, receipt.round)
+            if peer != self.me:
+                self.view.evidence.heard(peer, receipt.round)
             pending.passed[peer] = receipt.model_copy(update={"leader": peer})
-        elif receipt.verdict == "elsewhere" and leader not in (None, self.me):
+        elif receipt.verdict == "elsewhere" and leader != self.me:
             # One that this node does not know cannot take others away from it.
             known = leader in self.view.hoped(round) or len(pending.members) < 2
-            if known and order(self._context.seed, round, [leader, self.me])[0] == leader:
+            if known and self._is_behind(leader, round):
                 await self._send_away(pending, receipt)
 
 
