@@ -82,6 +82,7 @@ __all__ = sorted(
         "muon",
         "order",
         "partner_of",
+        "partners_of",
         "rda",
         "strided",
         "weighted_mean",

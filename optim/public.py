@@ -10,7 +10,7 @@ from shoal.optim.codecs.floats import BFLOAT16, FLOAT16, FLOAT32
 from shoal.optim.codecs.registry import E3M0, INT8, SIGN, TOPK2, codec_named
 from shoal.optim.exchange.base import Alone, Contribution, Exchange, Handle, Mean, RoundKey
 from shoal.optim.exchange.distributed import Distributed
-from shoal.optim.exchange.pairing import candidates, groups, order, partner_of
+from shoal.optim.exchange.pairing import candidates, groups, order, partner_of, partners_of
 from shoal.optim.exchange.simulation import Faults, Simulation
 from shoal.optim.exchange.weighted_mean import weighted_mean
 from shoal.optim.experimental.decoupled import DecoupledDiLoCo, DecoupledRule, rda

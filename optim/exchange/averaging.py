@@ -2,13 +2,14 @@
 
     mean_of(screen, codec, me, 0, contributions)
     pair_mean(screen, 0, (me, 1.0, message), (peer, 1.0, reading), refused)    # a codec for pairs
+    middle_mean(codec, own_tensors, 1.0, [with_one, with_other])    # of a chain of three
 
 Before the commit the screen (`shoal.optim.exchange.update_screen`) has refused what must not count.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -88,6 +89,59 @@ def pair_mean(
     )
     own_tensors = zip(mean.tensors, message.tensors(), strict=True)
     return replace(mean, tensors=[move.add_(own) for move, own in own_tensors])
+
+
+def middle_mean(
+    codec: Codec,
+    own: Iterable[Tensor],
+    weight: float,
+    means: Sequence[Mean],
+    unweighted_count: int = 0,
+) -> Mean:
+    """Return what the middle peer of a chain takes: its ``own`` tensors, moved by the sum of what
+    its two exchanges move them. ``means`` are of those exchanges, ``own`` as they were in both.
+
+    With equal weights the three peers' mean stays as it is: an exchange moves its two peers by
+    opposite amounts. A sum that would lead beyond the other two, as where the own weight is small,
+    is shortened until it does not.
+    """
+    first, second = sorted(means, key=lambda mean: mean.members)
+    plain = max(sum(1 - _own_share(mean, weight, plain=True) for mean in means), 1.0)
+    weighted = max(sum(1 - _own_share(mean, weight) for mean in means), 1.0)
+    if sent_by_senders(codec, ()) is not None:
+        plain = weighted = 2.0  # what one alone has sent is in its mean as a whole
+    tensors = []
+    for place, mine in enumerate(own):
+        move = (first.tensors[place] - mine).add_(second.tensors[place] - mine)
+        tensors.append(move.div_(plain if place < unweighted_count else weighted).add_(mine))
+    own_weights = [_own_share(mean, weight) * mean.weight for mean in means]
+    others = sum(mean.weight for mean in means) - sum(own_weights)
+    counted = sum(
+        _counted(mean) - (share > 0) for mean, share in zip(means, own_weights, strict=True)
+    )
+    return Mean(
+        tensors=tensors,
+        weight=max(own_weights) + others,
+        members=tuple(sorted({*first.members, *second.members})),
+        counted=counted + (max(own_weights) > 0),
+        limit=max(first.limit, second.limit),
+    )
+
+
+def _own_share(mean: Mean, weight: float, *, plain: bool = False) -> float:
+    """Return the share in the mean of a pair of a member that stated ``weight``; ``plain``: in the
+    tensors of which it is plain.
+    """
+    counted = _counted(mean)
+    if weight == 0 and counted < len(mean.members):
+        return 0.0
+    if plain or weight == 0:  # all are 0, so all count alike
+        return 1 / counted
+    return min(weight, mean.limit) / mean.weight
+
+
+def _counted(mean: Mean) -> int:
+    return len(mean.members) if mean.counted is None else mean.counted
 
 
 def sender_mean(weights: Sequence[float], tensors: Sequence[Tensor]) -> Tensor:

@@ -1,11 +1,14 @@
 """Who averages with whom in a round, without a coordinator.
 
-    partner_of(seed, round, "a", peers)          # the peer of "a", or None
+    partners_of(seed, round, "a", peers)         # whom "a" exchanges with
     candidates(seed, round, "a", peers)          # whom "a" tries, its partner first
 
 Every peer orders the peers that it sees by hash(seed, round, peer id), so those that see the same
 membership compute the same groups. Those that see another disagree about some pairs only;
 ``candidates`` is the order in which such a peer tries the others.
+
+If the number of peers is odd, the last three are a *chain*: the middle one exchanges with both
+ends, each time as a pair does. Why: docs/internals.md, "An odd number of peers".
 """
 
 from __future__ import annotations
@@ -26,8 +29,8 @@ def order(seed: int, round: int, peers: Iterable[str]) -> list[str]:
 
 
 def groups(seed: int, round: int, peers: Iterable[str], size: int = 2) -> list[tuple[str, ...]]:
-    """Return consecutive groups of ``size``; the last may be smaller (with pairs: one peer has no
-    partner if the number is odd).
+    """Return consecutive groups of ``size``; the last may be smaller (with pairs: one peer is left
+    over if the number is odd; see ``chains``).
     """
     if size < 1:
         raise ValueError(f"a group needs at least one peer, got size {size}")
@@ -35,10 +38,30 @@ def groups(seed: int, round: int, peers: Iterable[str], size: int = 2) -> list[t
     return [tuple(ordered[start : start + size]) for start in range(0, len(ordered), size)]
 
 
+def chains(seed: int, round: int, peers: Iterable[str]) -> list[tuple[str, ...]]:
+    """Return pairs; of an odd number of peers the last three, in the order of their chain."""
+    found = groups(seed, round, peers)
+    if len(found) > 1 and len(found[-1]) == 1:
+        left_over = found.pop()
+        found[-1] += left_over
+    return found
+
+
 def partner_of(seed: int, round: int, me: str, peers: Iterable[str]) -> str | None:
-    """Return the partner of ``me`` in the round, or None if the number of peers leaves it over."""
+    """Return the partner in the pair of ``me``, or None if the number of peers leaves it over: then
+    it exchanges with the middle of its chain (``partners_of``).
+    """
     (pair,) = (pair for pair in groups(seed, round, {*peers, me}) if me in pair)
     return next((peer for peer in pair if peer != me), None)
+
+
+def partners_of(seed: int, round: int, me: str, peers: Iterable[str]) -> tuple[str, ...]:
+    """Return whom ``me`` exchanges with: one peer; two for the middle of a chain; none if ``me`` is
+    the only peer.
+    """
+    (chain,) = (chain for chain in chains(seed, round, {*peers, me}) if me in chain)
+    place = chain.index(me)
+    return chain[:place][-1:] + chain[place + 1 :][:1]
 
 
 def candidates(seed: int, round: int, me: str, peers: Iterable[str]) -> list[str]:

@@ -14,6 +14,7 @@ virtual time is least. The same seed therefore gives the same bits on any machin
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
@@ -23,10 +24,10 @@ from torch import Tensor
 from shoal.optim.codecs.base import Codec, Shape
 from shoal.optim.codecs.mod4 import check_no_pair, for_pairs
 from shoal.optim.codecs.pair_message import PairMessage, Reading
-from shoal.optim.exchange.averaging import mean_of, pair_mean
+from shoal.optim.exchange.averaging import mean_of, middle_mean, pair_mean
 from shoal.optim.exchange.base import Contribution, Exchange, Handle, Mean, RoundKey
 from shoal.optim.exchange.common_mean import common_mean
-from shoal.optim.exchange.pairing import groups
+from shoal.optim.exchange.pairing import chains, groups
 from shoal.optim.exchange.update_screen import TRUSTING, UpdateScreen
 from shoal.optim.exchange.virtual_time import VirtualTime
 
@@ -65,15 +66,25 @@ class _Posted:
 
 
 @dataclass(frozen=True)
+class _Share:
+    """What one peer takes of one exchange."""
+
+    members: tuple[str, ...]
+    """Those of the mean."""
+    reading: tuple[Reading, bytes] | None
+    """With a codec for pairs: its partner's contribution as it reads it, and the blocks that the
+    partner refuses.
+    """
+
+
+@dataclass(frozen=True)
 class _Decision:
     """How a round ends for one peer."""
 
     group: tuple[str, ...]
-    members: tuple[str, ...]
-    """Members of the mean that it takes; empty if it goes on without a partner."""
-    reading: tuple[Reading, bytes] | None
-    """With a codec for pairs: its partner's contribution as it reads it, and the blocks that the
-    partner refuses.
+    shares: tuple[_Share, ...]
+    """Of the exchanges that count for it: none if it goes on without a partner, two for the middle
+    of a chain.
     """
 
 
@@ -102,7 +113,8 @@ class Simulation(Generic[T]):
     Args:
         peers: their ids; all are members from the start.
         seed: of the pairing.
-        size: peers per group; 2 is NoLoCo's pair, ``len(peers)`` averages over everyone.
+        size: peers per group; 2 is NoLoCo's pair, ``len(peers)`` averages over everyone. If pairs
+            leave a peer over, the last three are a chain (`shoal.optim.exchange.pairing`).
         redrawn: rounds after which the groups are drawn anew; buckets of a swarm keep theirs for an
             epoch.
         wait: virtual seconds that a peer waits for its group in a round before it goes on without a
@@ -168,25 +180,34 @@ class Simulation(Generic[T]):
         return True
 
     def part(self, group: tuple[str, ...], round: _Round) -> None:
-        """End the round without a partner for the whole group: else the rest would find each other
-        complete.
+        """End the round for a group of which not all are there. An exchange of a chain counts if
+        its two peers are; all others have no partner: else they would find each other complete.
         """
-        round.unpartnered.update(group)
+        for exchange in self._exchanges_of(group, round):
+            if exchange != group and self.is_complete(exchange, round):
+                self.decide(exchange, round)
+        round.unpartnered.update(peer for peer in group if peer not in round.decided)
         round.drawn_at = None
 
     def decide(self, group: tuple[str, ...], round: _Round) -> None:
-        """Fix the group's mean.
+        """Fix the group's mean, or those of a chain's exchanges.
 
         The first member to see the group complete decides; every other then gets this mean, or
         dies. A decided group leaves as a whole, so the groups of the others do not change.
         """
-        readings = _read_each_other(group, round)
-        held = {place: self._held(place, group, round, readings) for place in range(len(group))}
-        mean, takers = common_mean(held)
-        members = tuple(peer for place, peer in enumerate(group) if mean >> place & 1)
-        for place, peer in enumerate(group):
-            own = members if takers >> place & 1 else ()
-            round.decided[peer] = _Decision(group, own, readings.get(peer))
+        shares: defaultdict[str, list[_Share]] = defaultdict(list)
+        for exchange in self._exchanges_of(group, round):
+            readings = _read_each_other(exchange, round)
+            held = {}
+            for place in range(len(exchange)):
+                held[place] = self._held(place, exchange, round, readings)
+            mean, takers = common_mean(held)
+            members = tuple(peer for place, peer in enumerate(exchange) if mean >> place & 1)
+            for place, peer in enumerate(exchange):
+                if members and takers >> place & 1:
+                    shares[peer].append(_Share(members, readings.get(peer)))
+        for peer in group:
+            round.decided[peer] = _Decision(group, tuple(shares[peer]))
 
     def screen_of(self, peer: str, round: _Round) -> UpdateScreen:
         return TRUSTING if round.only else self.screens.get(peer, TRUSTING)
@@ -200,7 +221,16 @@ class Simulation(Generic[T]):
                 available.append(peer)
         if round.only:
             return [tuple(available)]
-        return groups(self.seed, round.key.round // self.redrawn, available, self.size)
+        number = round.key.round // self.redrawn
+        if self.size == 2:
+            return chains(self.seed, number, available)
+        return groups(self.seed, number, available, self.size)
+
+    def _exchanges_of(self, group: tuple[str, ...], round: _Round) -> list[tuple[str, ...]]:
+        """Return the exchanges of a group: itself, or the two of a chain."""
+        if self.size != 2 or round.only or len(group) < 3:
+            return [group]
+        return [group[:2], group[1:]]
 
     def _held(
         self,
@@ -328,23 +358,32 @@ class _SimulatedHandle(Handle):
         group = simulation.group_of(self.peer, round)
         if len(group) == 1 or not simulation.is_complete(group, round):
             simulation.part(group, round)
+        elif self.peer not in round.decided:
+            simulation.decide(group, round)
+        decision = round.decided.get(self.peer)
+        if decision is None:
             round.posted[self.peer].release()
             return None
-        if self.peer not in round.decided:
-            simulation.decide(group, round)
-        decision = round.decided[self.peer]
-        if not decision.members:
-            self._mean = None
-        elif decision.reading is None:
-            self._mean = self._group_mean(decision)
-        else:
-            self._mean = self._pair_mean(decision.members, *decision.reading)
-        self._release(group)
+        means = [self._mean_of(share, decision.group) for share in decision.shares]
+        if len(means) == 2:
+            self._mean = self._middle_mean(means)
+        elif means:
+            self._mean = means[0]
+        self._release(decision.group)
         return self._mean
 
-    def _group_mean(self, decision: _Decision) -> Mean:
+    def _mean_of(self, share: _Share, group: tuple[str, ...]) -> Mean:
+        if share.reading is None:
+            return self._group_mean(share.members, group)
+        return self._pair_mean(share.members, *share.reading)
+
+    def _middle_mean(self, means: Sequence[Mean]) -> Mean:
+        mine = self.round.posted[self.peer]
+        return middle_mean(mine.codec, mine.tensors, mine.weight, means, self.unweighted_count)
+
+    def _group_mean(self, members: tuple[str, ...], group: tuple[str, ...]) -> Mean:
         contributions = []
-        for peer in decision.members:
+        for peer in members:
             posted = self.round.posted[peer]
             copies = [tensor.clone() for tensor in posted.tensors]
             contributions.append((peer, posted.weight, copies))
@@ -356,7 +395,7 @@ class _SimulatedHandle(Handle):
             contributions,
             self.unweighted_count,
         )
-        takers = [peer for peer in decision.group if self.round.decided[peer].members]
+        takers = [peer for peer in group if self.round.decided[peer].shares]
         states = {peer: self.round.posted[peer].state for peer in takers}
         return replace(mean, states=states if all(states.values()) else {})
 

@@ -112,8 +112,10 @@ def test_faults_bound_waits_and_keep_commits_atomic(
         if mean is None:
             continue
         assert peer in mean.members
-        assert 2 <= len(mean.members) <= size
-        whole = sum(one_hot(member) for member in mean.members) / len(mean.members)
+        is_middle = size == 2 and len(mean.members) == 3
+        assert 2 <= len(mean.members) <= size or is_middle
+        counted = set(mean.members) - {peer} if is_middle else set(mean.members)
+        whole = sum(one_hot(member) for member in counted) / len(counted)
         assert torch.allclose(mean.tensors[0], whole, rtol=0, atol=1e-7)
         assert mean.weight == len(mean.members)
         for member in mean.members:
@@ -123,19 +125,49 @@ def test_faults_bound_waits_and_keep_commits_atomic(
                 continue
             theirs = log.outcomes[member, round]
             assert theirs is not None
-            assert theirs.members == mean.members
-            assert torch.equal(theirs.tensors[0], mean.tensors[0])
+            assert member == peer or {peer, member} <= set(theirs.members)
+            if len(theirs.members) == len(mean.members):
+                assert theirs.members == mean.members
+                assert torch.equal(theirs.tensors[0], mean.tensors[0])
+            else:
+                assert size == 2
+                assert {len(theirs.members), len(mean.members)} == {2, 3}
     for peer in log.ends:
         assert all((peer, round) in log.outcomes for round in range(rounds))
     assert once().bits() == log.bits()
 
 
-def test_odd_peer_does_not_wait():
-    """Without faults everyone meets somebody and an odd one does not wait."""
-    log = Log(Simulation(PEERS, wait=WAIT), 20, lambda peer, round: 1.0)
-    assert log.waits == [0.0] * 100
+@pytest.mark.parametrize("count", [3, 5])
+def test_with_an_odd_number_nobody_is_left_out(count):
+    """The last three of a round's order are a chain, whose middle exchanges with both ends and
+    moves by the sum, so the mean over all peers stays where it is.
+    """
+    peers = PEERS[:count]
+    log = Log(Simulation(peers, seed=4, wait=WAIT), 20, lambda peer, round: 1.0)
+    assert log.waits == [0.0] * 20 * count
     for round in range(20):
-        assert sum(log.outcomes[peer, round] is None for peer in PEERS) == 1
+        one, middle, other = order(4, round, peers)[-3:]
+        found = {peer: log.outcomes[peer, round] for peer in peers}
+        assert {peer: len(mean.members) for peer, mean in found.items()} == {
+            **dict.fromkeys(peers, 2),
+            middle: 3,
+        }
+        assert found[one].members == tuple(sorted((one, middle)))
+        assert torch.equal(found[other].tensors[0], (one_hot(middle) + one_hot(other)) / 2)
+        assert torch.equal(found[middle].tensors[0], (one_hot(one) + one_hot(other)) / 2)
+        total = sum(mean.tensors[0] for mean in found.values())
+        assert torch.equal(total, sum(one_hot(peer) for peer in peers))
+
+
+@pytest.mark.parametrize("lost", [0, 1, 2])
+def test_a_chain_parts_at_who_is_not_there(lost):
+    peers = PEERS[:3]
+    chain = order(4, 0, peers)
+    faults = Faults(drop=lambda peer, key: peer == chain[lost])
+    log = Log(Simulation(peers, seed=4, wait=WAIT, faults=faults), 1, lambda peer, round: 0.0)
+    rest = {0: chain[1:], 1: [], 2: chain[:2]}[lost]
+    members = {peer: mean and set(mean.members) for (peer, _), mean in log.outcomes.items()}
+    assert members == {peer: set(rest) if peer in rest else None for peer in peers}
 
 
 def test_late_partner_is_waited_for_up_to_the_wait():
