@@ -178,7 +178,7 @@ MAX_FILES, MAX_LINES = 40, 800
 MAX_EXAMPLE_LINES = 140
 # Longer since the layout at 100 columns, until it is written anew.
 LONGER = {
-    "swarm/exchange/pair/calls.py": 950,
+    "swarm/exchange/pair/calls.py": 900,
     "swarm/exchange/context.py": 830,
 }
 MAX_DOCSTRING_WORDS = 150

@@ -813,10 +813,6 @@ class PassedOver:
         """Return whether ``peer`` spent this time recently."""
         return self.misses.get(peer, (0, 0, False))[2]
 
-    def lately(self, round: int) -> bool:
-        """Return whether any peer has spent this node's rounds lately."""
-        return any(round < self._until(peer) + FORGOTTEN * self._fragments for peer in self.misses)
-
     def _until(self, peer: str) -> int:
         """Return the first round in which ``peer`` is no longer passed over."""
         count, last, _ = self.misses.get(peer, (0, 0, False))

@@ -21,6 +21,7 @@ round counts.
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import copy
 import functools
 import hashlib
@@ -565,6 +566,8 @@ class ExchangeAttempt(Generic[R]):
 
     contribution: EncodedContribution
     commit: CommitState[R] = field(default_factory=CommitState)
+    second: CommitState[R] = field(default_factory=CommitState)
+    """That of the second exchange with the same contribution, which the middle of a chain makes."""
     screen: UpdateScreen = TRUSTING
     stats: ExchangeStats = field(default_factory=ExchangeStats)
     moved_from: RoundKey | None = None
@@ -582,10 +585,32 @@ class ExchangeAttempt(Generic[R]):
     def moved_to(self, round: int) -> ExchangeAttempt[R]:
         """Return the attempt to have the same contribution averaged in another round.
 
-        The commit state is shared.
+        The commit states are shared.
         """
         moved = replace(self.contribution, key=replace(self.key, round=round))
         return replace(self, contribution=moved, moved_from=self.handed_in)
+
+    def beside(self) -> ExchangeAttempt[R]:
+        """Return the attempt to have the same contribution averaged in a second exchange too."""
+        return replace(self, commit=self.second)
+
+    def outcomes(self) -> tuple[R, ...]:
+        """Return what was committed so far, of each exchange."""
+        states = (self.commit, self.second)
+        return tuple(state.received for state in states if state.received is not None)
+
+    def close(self) -> None:
+        """Let nothing be committed from now on."""
+        self.commit.close()
+        self.second.close()
+
+    def leave_out(self) -> bool:
+        """Leave the next round out if a transfer is under way."""
+        for state in (self.commit, self.second):
+            leave_out = state.leave_out
+            if leave_out is not None and leave_out():
+                return True
+        return False
 
     def failed(self, peer: str, problem: NetworkError | MessageError | Failure) -> None:
         self.stats.failed(self.handed_in, peer, problem)
@@ -698,20 +723,20 @@ class ExchangeBase(Exchange):
 
 
 class ExchangeHandle(Handle, Generic[R]):
-    """One round in flight: ``work`` runs on the host's loop and leaves its outcome in the commit
-    state. ``nbytes``: each way.
+    """One round in flight: ``work`` runs on the host's loop and leaves its outcomes in the
+    attempt. ``nbytes``: each way.
     """
 
     def __init__(
         self,
         exchange: ExchangeBase,
         attempt: ExchangeAttempt[R],
-        work: Coroutine[Any, Any, R | None],
-        mean: Callable[[R], Mean],
+        work: Coroutine[Any, Any, object],
+        mean: Callable[[tuple[R, ...]], Mean],
         nbytes: int,
     ) -> None:
         self._exchange, self._attempt, self._make, self._nbytes = exchange, attempt, mean, nbytes
-        self._future: concurrent.futures.Future[R | None] = exchange.host.submit(work)
+        self._future: concurrent.futures.Future[object] = exchange.host.submit(work)
         self._mean: Mean | None = None
 
     @property
@@ -724,8 +749,7 @@ class ExchangeHandle(Handle, Generic[R]):
 
     def leave_out(self) -> bool:
         """Leave the next round out if the transfer with a partner is under way."""
-        leave_out = self._attempt.commit.leave_out
-        return leave_out is not None and not self._future.done() and leave_out()
+        return not self._future.done() and self._attempt.leave_out()
 
     def result(self, deadline: float | None = None) -> Mean | None:
         """Wait at most ``deadline`` seconds (None: the exchange's own limits); then give the round
@@ -738,26 +762,25 @@ class ExchangeHandle(Handle, Generic[R]):
             give_freed_back()
         limit = self.limit if deadline is None else min(deadline, self.limit)
         try:
-            received = self._wait(began + limit)
-        except concurrent.futures.CancelledError:
-            received = self._attempt.commit.received
+            with contextlib.suppress(concurrent.futures.CancelledError):
+                self._wait(began + limit)
         finally:
             self._exchange.waited += time.monotonic() - began
-        return self._mean_of(received)
+        return self._mean_of(self._attempt.outcomes())
 
     def close(self) -> None:
         """Give the round up without waiting, so that the partner does not count a contribution that
         is dropped here.
         """
-        self._attempt.commit.close()
+        self._attempt.close()
         self._future.cancel()
 
-    def _mean_of(self, received: R | None) -> Mean | None:
-        if received is not None and self._mean is None:  # once, for it is computed in place
-            self._mean = self._make(received)
+    def _mean_of(self, outcomes: tuple[R, ...]) -> Mean | None:
+        if outcomes and self._mean is None:  # once, for it is computed in place
+            self._mean = self._make(outcomes)
         return self._mean
 
-    def _wait(self, until: float) -> R | None:
+    def _wait(self, until: float) -> None:
         while True:
             left = min(until, self._exchange.until) - time.monotonic()
             if left <= 0 and not self._future.done():
@@ -765,6 +788,7 @@ class ExchangeHandle(Handle, Generic[R]):
             try:
                 # In slices: ``hurry`` may shorten the wait, and a signal handler runs only between
                 # two of them.
-                return self._future.result(min(max(left, 0), SLICE_S))
+                self._future.result(min(max(left, 0), SLICE_S))
+                return
             except (TimeoutError, concurrent.futures.TimeoutError):
                 continue

@@ -195,11 +195,30 @@ def test_no_exchange_here_is_given_up_on_a_loaded_machine(hosts):
 def test_daemons_equal_the_simulation(hosts, outer, caplog):
     """Every form and codec over daemons ends with the bits of the simulation."""
     caplog.set_level("DEBUG", "shoal.swarm.exchange")  # shown if a pair fails to exchange
+    check_equal_bits(hosts, outer)
+
+
+@pytest.mark.parametrize(
+    "outer",
+    [
+        blocking(every=3, codec="float32"),
+        blocking(every=3, codec="mod4"),
+        blocking(every=3, codec="mod4", weights="tokens", buffers="average"),
+    ],
+    ids=["float32", "mod4", "mod4-weights"],
+)
+def test_three_daemons_equal_the_simulation(hosts, outer, caplog):
+    """With an odd number too: in each round one of three averages with both others."""
+    caplog.set_level("DEBUG", "shoal.swarm.exchange")
+    check_equal_bits(hosts[:3], outer)
+
+
+def check_equal_bits(hosts, outer):
     rounds = 5
     train = TrainSettings(steps=rounds * outer.every, seed=SEED)
     swarm = "a" * 52
     task = normed if outer.buffers == "average" else teacher
-    made = [slow_weights(task(), outer, train, None, i, swarm) for i in range(PEERS)]
+    made = [slow_weights(task(), outer, train, None, i, swarm) for i in range(len(hosts))]
     digest = model_digest(made[0][0].params)
 
     def member(index):
@@ -213,7 +232,7 @@ def test_daemons_equal_the_simulation(hosts, outer, caplog):
             model=digest,
         )
 
-    members = {hosts[i][1].peer_id: member(i) for i in range(PEERS)}
+    members = {hosts[i][1].peer_id: member(i) for i in range(len(hosts))}
     for (identity, host), (trainer, _) in zip(hosts, made, strict=True):
         trainer.opt.exchange = pair_exchange(
             host, identity, swarm, digest, lambda: members, overlap=outer.lag != 0

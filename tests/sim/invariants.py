@@ -3,8 +3,9 @@ violation raises `Broken`.
 
 1. Whole or nothing. A peer takes the weighted mean of whole contributions, its own among them. Each
    contribution carries the name of its peer and its number, so the mean itself says whose it is.
-2. A contribution counts in one mean. All peers that take a mean with it take the same bits (in
-   mod4: move by opposite amounts); the others keep their own step whole.
+2. A contribution counts in one exchange, or in two of a chain's middle. All peers that take the
+   mean of an exchange take the same bits (in mod4: move by opposite amounts; so does the middle of
+   a chain, by the sum); the others keep their own step whole.
    The two may come apart only where a fault touched one of them while it was at it (two generals).
 3. A decision is made once, and never for a peer that has gone on.
 4. Rounds grow, but for a peer that returns to the others, and each is of one fragment. Whatever a
@@ -25,6 +26,8 @@ from typing import Any
 
 import torch
 
+from shoal.optim.codecs.floats import FLOAT32
+from shoal.optim.exchange.averaging import middle_mean
 from shoal.optim.exchange.base import Mean
 from shoal.optim.exchange.weighted_mean import weighted_mean
 from shoal.swarm.exchange.group.exchange import GroupExchange
@@ -72,6 +75,11 @@ GROWN = 64  # entries of any other table, at any time
 EQUAL = 1e-6  # the mean of equal values, with weights, may differ from them in the last bit
 
 
+Name = tuple[int, int]
+"""Of a contribution: its peer's number, and its own."""
+Exchange = tuple[Name, ...]
+
+
 class Broken(AssertionError):
     """The error that an invariant does not hold."""
 
@@ -85,8 +93,14 @@ class Checks:
         self._misled: set[int] = set()
         """Processes that are ahead because they knew of the hostile member alone."""
         self._decided: dict[int, Any] = {}
-        self._means: dict[tuple[int, int], tuple[bytes, SimContribution]] = {}
-        """By contribution: the bits of the mean that it is in, and whose outcome that was."""
+        self._means: dict[Name, dict[Exchange, tuple[bytes | None, SimContribution]]] = {}
+        """By contribution: the exchanges that it is in, each with the bits of its mean (None: known
+        by the middle of a chain alone), and whose outcome that was.
+        """
+        self._taken: dict[Name, set[Exchange]] = {}
+        """By contribution: the exchanges whose means its own peer took."""
+        self._middles: list[tuple[SimContribution, torch.Tensor, list[tuple[Name, float]]]] = []
+        """In mod4: what the middle of a chain moved by, and its partners' parts in that."""
         self._moved: dict[tuple[int, int], torch.Tensor] = {}
         """By contribution, in mod4: what its peer moved by, over its partner's share."""
         self._apart_at_calm: float | None = None
@@ -119,6 +133,7 @@ class Checks:
                 if isinstance(peer.exchange, GroupExchange):
                     mine.leaders.update(peer.exchange.rounds._elsewhere.values())
                 self._decision(peer, handle._attempt.commit)
+                self._decision(peer, handle._attempt.second)
         if self._apart_at_calm is None and swarm.network.loop.time() > swarm.setting.calm:
             self._apart_at_calm = swarm.spread()
 
@@ -149,10 +164,13 @@ class Checks:
         if took >= mine.limit:
             self._fail(f"a round of {peer.name} took {took:.2f} s")
         self._bounded(peer, GROWN)
+        name = (peer.number, mine.serial)
+        taken = self._taken[name] = set()
         if mine.mean is not None:
             self._mean(peer, mine, mine.mean)
-        elif (taken := self._means.get((peer.number, mine.serial))) is not None:
-            self._apart(mine, taken[1])
+        for exchange, (_, taker) in self._means.get(name, {}).items():
+            if exchange not in taken:
+                self._apart(mine, taker)
         if self._apart_at_calm is not None and not self._swarm.over:
             self._swarm.over = self._swarm.spread() <= self._near()
 
@@ -163,19 +181,53 @@ class Checks:
         return EQUAL if whole else max(before * (4 if self._swarm.setting.mod4 else 0.5), EQUAL)
 
     def _mean(self, peer: SimPeer, mine: SimContribution, mean: Mean) -> None:
+        if self._swarm.setting.kind == "pair" and len(mean.members) == 3:
+            self._middle(peer, mine, mean)
+            return
         parts = [
-            self._named(number, float(value), mean)
+            self._named(number, float(value) * mean.weight / self._swarm.peers[number].weight)
             for number, value in enumerate(mean.tensors[1])
             if value != 0
         ]
         if mine not in parts or {part.peer for part in parts} != set(mean.members):
             self._fail(f"the mean of {peer.name} is not of its members")
-        expected = weighted_mean(
-            [(part.peer, part.weight, [t.clone() for t in part.tensors]) for part in parts]
-        )
+        expected = _mean_of(parts)
         if self._swarm.setting.mod4:
             self._opposite(peer, mine, next(part for part in parts if part is not mine), mean)
             expected.tensors[0] = mean.tensors[0]
+        self._near_to(peer, expected, mean, parts)
+        bits = b"".join(tensor.numpy().tobytes() for tensor in mean.tensors)
+        self._counts(mine, parts, None if self._swarm.setting.mod4 else bits)
+
+    def _middle(self, peer: SimPeer, mine: SimContribution, mean: Mean) -> None:
+        """Check what the middle of a chain took, and note its two exchanges."""
+        others = [self._number(other) for other in mean.members if other != mine.peer]
+        shares = {}
+        for number in others:
+            weight = self._swarm.peers[number].weight
+            shares[number] = weight / (weight + mine.weight)
+        beyond = max(sum(shares.values()), 1.0)
+        parts = []
+        for number in others:
+            value = float(mean.tensors[1][number])
+            parts.append(self._named(number, value / shares[number] * beyond))
+        means = [_mean_of([mine, part]) for part in parts]
+        own = [tensor.clone() for tensor in mine.tensors]
+        expected = middle_mean(FLOAT32, own, mine.weight, means)
+        if self._swarm.setting.mod4:
+            moved = mean.tensors[0] - mine.tensors[0]
+            ends = []
+            for part, number in zip(parts, others, strict=True):
+                ends.append(((number, part.serial), shares[number] / beyond))
+            self._middles.append((mine, moved, ends))
+            expected.tensors[0] = mean.tensors[0]
+        self._near_to(peer, expected, mean, parts)
+        for part in parts:
+            self._counts(mine, [mine, part], None)
+
+    def _near_to(
+        self, peer: SimPeer, expected: Mean, mean: Mean, parts: list[SimContribution]
+    ) -> None:
         if not all(
             torch.allclose(a, b, rtol=1e-6, atol=1e-6)
             for a, b in zip(mean.tensors, expected.tensors, strict=True)
@@ -184,16 +236,23 @@ class Checks:
                 f"the mean of {peer.name} is not that of "
                 f"{[(self._swarm.named[p.peer], p.serial) for p in parts]}"
             )
-        bits = b"".join(tensor.numpy().tobytes() for tensor in mean.tensors)
-        if self._swarm.setting.mod4:
-            bits = repr(sorted((part.peer, part.serial) for part in parts)).encode()
-        for part in parts:
-            key = (self._number(part.peer), part.serial)
-            if self._means.setdefault(key, (bits, mine))[0] != bits:
+
+    def _counts(
+        self, mine: SimContribution, parts: list[SimContribution], bits: bytes | None
+    ) -> None:
+        """Note that ``mine`` took the mean of the exchange of ``parts``."""
+        names = {(self._number(part.peer), part.serial): part for part in parts}
+        exchange = tuple(sorted(names))
+        self._taken[self._number(mine.peer), mine.serial].add(exchange)
+        for name, part in names.items():
+            known = self._means.setdefault(name, {})
+            before, _ = known.setdefault(exchange, (bits, mine))
+            several = len(known) > (2 if self._swarm.setting.kind == "pair" else 1)
+            if several or (bits is not None and before is not None and bits != before):
                 self._fail(
                     f"contribution {part.serial} of {self._swarm.named[part.peer]} is in two means"
                 )
-            if part.ended is not None and part.mean is None:
+            if part.ended is not None and exchange not in self._taken[name]:
                 self._apart(part, mine)
 
     def _opposite(
@@ -204,13 +263,11 @@ class Checks:
         """
         moved = (mean.tensors[0] - mine.tensors[0]) * (mean.weight / other.weight)
         attempt = next(handle._attempt for one, handle in peer.in_flight.values() if one is mine)
+        (theirs,) = attempt.outcomes()
         steps = (
             9
             / 16
-            * (
-                2.0 ** (attempt.contribution.payload.message.exponents / 4)
-                + attempt.commit.received.values.expected
-            )
+            * (2.0 ** (attempt.contribution.payload.message.exponents / 4) + theirs.values.expected)
         )
         wrong = moved - (other.tensors[0] - mine.tensors[0])
         if moved.count_nonzero() and wrong.abs().max() > float(steps) / 2 + 1e-5:
@@ -223,10 +280,8 @@ class Checks:
     def _number(self, peer: str) -> int:
         return next(p.number for p in self._swarm.peers if p.id == peer)
 
-    def _named(self, number: int, value: float, mean: Mean) -> SimContribution:
+    def _named(self, number: int, serial: float) -> SimContribution:
         """Return the contribution that a value of the mean names."""
-        weight = self._swarm.peers[number].weight
-        serial = value * mean.weight / weight
         found = self._swarm.contributions.get((number, round(serial)))
         if found is None or abs(serial - round(serial)) > 1e-3:
             self._fail(f"a mean holds {serial} of p{number}, which it never handed in")
@@ -266,6 +321,12 @@ class Checks:
             not swarm.over
         ):  # first, for then nobody has left, and there are tasks, streams and entries too
             self._fail(f"the spread is still {swarm.spread()}, and was {self._apart_at_calm}")
+        for mine, moved, ends in self._middles:
+            if all(name in self._moved for name, _ in ends):
+                back = sum(self._moved[name] * part for name, part in ends)
+                if not torch.allclose(moved, -back, rtol=0, atol=1e-5):
+                    name = swarm.named[mine.peer]
+                    self._fail(f"{name} moved by {moved.tolist()}, its partners by {back.tolist()}")
         for peer in swarm.peers:
             if peer.gone:
                 continue
@@ -282,6 +343,11 @@ class Checks:
                 "streams are open: "
                 f"{[(w.number, *(host.name for host in w.hosts)) for w in open_now]}"
             )
+
+
+def _mean_of(parts: list[SimContribution]) -> Mean:
+    copies = [(part.peer, part.weight, [t.clone() for t in part.tensors]) for part in parts]
+    return weighted_mean(copies)
 
 
 def tables(thing: Any, path: str, seen: set[int] | None = None) -> Iterator[tuple[str, int]]:

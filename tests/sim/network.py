@@ -445,4 +445,6 @@ async def settled(handle: ExchangeHandle[Any]) -> Mean | None:
     if not work.done():
         handle.close()
         await asyncio.wait({work})
-    return handle._mean_of(handle._attempt.commit.received if work.cancelled() else work.result())
+    if not work.cancelled():
+        work.result()
+    return handle._mean_of(handle._attempt.outcomes())

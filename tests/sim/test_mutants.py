@@ -138,13 +138,14 @@ def streams_of_a_failed_all_reduce_left_open(patch):
 
 def wrong_weights(patch):
     """A mean that forgets the weights."""
-    mean = Averaged._computed
+    mean = Averaged._with
 
-    def unweighted(self, theirs):
-        right = mean(self, PartnerContribution(theirs.peer, self._mine.weight, theirs.values))
+    def unweighted(self, theirs, own):
+        alike = PartnerContribution(theirs.peer, self._mine.weight, theirs.values)
+        right = mean(self, alike, own)
         return Mean(right.tensors, self._mine.weight + theirs.weight, right.members)
 
-    patch.setattr(Averaged, "_computed", unweighted)
+    patch.setattr(Averaged, "_with", unweighted)
 
 
 def an_error_of_ours(patch):

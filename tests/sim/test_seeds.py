@@ -106,6 +106,27 @@ def test_without_faults_everybody_is_in_the_mean_of_every_round(seeds, kind):
     assert report.means >= (0.75 if kind == "pair" else 0.95) * report.rounds
 
 
+def test_three_peers_seldom_find_nobody(seeds):
+    """Of an odd number nobody is left over; a third was."""
+    report = simulate(0, setting=Setting("pair", 3, calm=40.0), faults=[])
+    assert report.failure is None
+    assert report.rounds >= 100
+    assert report.means >= 0.98 * report.rounds
+
+
+@pytest.mark.slow(reason="240 small simulations")
+@pytest.mark.parametrize("fragments", [1, 2])
+@pytest.mark.parametrize("victim", range(3))
+def test_one_of_three_dies_at_each_event(seeds, victim, fragments):
+    """For good and for a second, with mod4 and without: at each message of a chain's exchanges."""
+    for after in range(120, 160):
+        fault = Fault(after, "kill", victim, 1.0, 0.2 + 0.6 * (after % 2))
+        options = {"fragments": fragments}
+        setting = Setting("pair", 3, calm=6.0, options=options, mod4=after % 4 < 2)
+        report = simulate(after, setting=setting, faults=[fault])
+        assert report.failure is None, (after, report.failure)
+
+
 @pytest.mark.parametrize("kind", ["pair", "group"])
 def test_a_killed_peer_returns_and_is_averaged_with(seeds, kind):
     fault = Fault(after=100, kind="kill", victim=1, seconds=1.0, dice=0.9)

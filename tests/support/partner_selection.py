@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 from shoal.swarm.exchange.context import PeerContext
-from shoal.swarm.exchange.pair.calls import PairSelector
+from shoal.swarm.exchange.pair.selector import PairSelector
 
 SEED, MODEL = 3, "0" * 64
 

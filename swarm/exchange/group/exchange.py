@@ -241,7 +241,8 @@ class GroupExchange(ExchangeBase):
         nbytes = moved(mine.payload.nbytes, min(self._largest, len(self._context.members())))
         self.stats.begin(mine.key)
         attempt = ExchangeAttempt[Outcome](mine, screen=self._screen, stats=self.stats)
-        return ExchangeHandle(self, attempt, self.meet(attempt), lambda outcome: outcome(), nbytes)
+        meeting = self.meet(attempt)
+        return ExchangeHandle(self, attempt, meeting, lambda outcomes: outcomes[0](), nbytes)
 
     async def meet(self, attempt: Attempt) -> Outcome | None:
         """Take part in a round. Returns None if this node goes on with its own contribution."""

@@ -5,20 +5,6 @@ Both sides make each other a signed offer. A call goes over a stream that was ke
 exchange, or a new one, while the partner's own call may come in (`KeptStreams`); one that comes
 early waits until this node is at its round (`HeldCalls`). What a meeting does just now is its
 `Phase`, which both halves set.
-
-**The partner** (`PairSelector`) of this node in each round, and the peers that are free when the
-partner is dead.
-
-Every partner follows from the members in the directory, where a dead peer stays for some seconds.
-Its partner of the round is free; all others are taken. So a node that cannot reach its partner also
-knows which peers are free, as far as it knows which are dead, and need not search among the others.
-It considers a peer dead from when it could not be reached until it calls, or issues another record.
-
-A peer that wastes this node's rounds is passed over as if it were dead (`PassedOver`). The pairs of
-all others stay as they are. Those whose partners are passed over, and the odd one out, meet each
-other: nodes that have seen the same failures agree about that, and an odd one out that has seen any
-listens for a moment, for others may have seen more. A node that would have to pass over all, and
-several, had more likely a fault of its own: it meets those that failed once.
 """
 
 from __future__ import annotations
@@ -27,13 +13,13 @@ import asyncio
 import contextlib
 import logging
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
 from shoal.optim.exchange.base import RoundKey
-from shoal.optim.exchange.pairing import candidates, groups, partner_of, rank
+from shoal.optim.exchange.pairing import rank
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.exchange.context import (
     ANSWERED,
@@ -42,13 +28,13 @@ from shoal.swarm.exchange.context import (
     ExchangeTimeouts,
     KeptStreams,
     PairRounds,
-    PassedOver,
     PeerContext,
     RoundEvidence,
     TrainingTime,
     answer_all,
 )
 from shoal.swarm.exchange.contribution import BARRED, EncodedContribution
+from shoal.swarm.exchange.pair.selector import PairSelector
 from shoal.swarm.exchange.pair.transfer import (
     Attempt,
     Incoming,
@@ -61,137 +47,9 @@ from shoal.swarm.p2p.stream import Stream, short
 from shoal.swarm.p2p.stream_places import StreamPlaces
 from shoal.swarm.p2p.tasks import first_of, race, running, stop
 from shoal.swarm.wire.envelope import ENVELOPE, fresh_nonce, pack, seal, unpack, unseal
-from shoal.swarm.wire.messages import Answer, Member, Offer
+from shoal.swarm.wire.messages import Answer, Offer
 
 log = logging.getLogger(__name__)
-
-
-class PairSelector:
-    """Selects this peer's partner in a round from the members in view with the same model.
-
-    ``fragments``: sent in turn.
-    """
-
-    def __init__(
-        self,
-        context: PeerContext,
-        departed: Callable[[], Mapping[str, Member]] = dict,
-        fragments: int = 1,
-    ) -> None:
-        self._context, self._departed = context, departed
-        self.passed = PassedOver(fragments)
-        self._unreached: dict[str, float] = {}
-        """Peer -> the time of issue of the record that it had when it could not be reached."""
-
-    def of(self, round: int) -> tuple[str | None, list[str]]:
-        """Return the partner in ``round`` (None for the odd one out) and the others to call: the
-        partner first, unless it is dead. Where partners are passed over, those left over and the
-        odd one out are paired once more.
-        """
-        here, peers = self._context.members(), self._in(round)
-        partner = self.partner(round)
-        others = self.left_over(round)
-        order = [
-            p for p in candidates(self._context.seed, round, self._context.me, peers) if p in here
-        ]
-        if others is None:
-            return partner, order
-        if partner is None or (self._over(partner, round) and partner not in self._unreached):
-            if not others:
-                if partner is not None and self.passed.costly(partner):
-                    return partner, []  # to train on without a partner is better
-                return partner, order if partner is None else [partner]  # there is nobody better
-            partner = partner_of(self._context.seed, round, self._context.me, others)
-        return partner, sorted((p for p in order if p in others), key=lambda peer: peer != partner)
-
-    def partner(self, round: int) -> str | None:
-        """Return the partner in ``round`` if nobody is dead."""
-        return partner_of(self._context.seed, round, self._context.me, self._in(round))
-
-    def left_over(self, round: int) -> set[str] | None:
-        """Return the other peers without a partner if this node has none that is alive; None if it
-        has, as far as is known.
-        """
-        here = self._context.members()
-        self._unreached = {
-            p: issued
-            for p, issued in self._unreached.items()
-            if p in here and here[p].issued == issued
-        }
-        dead = {
-            peer
-            for peer in (*self._unreached, *self.passed.misses)
-            if peer in self._unreached or self._over(peer, round)
-        }
-        if not dead:  # the usual case: no pairs need be computed
-            return None
-        pairs = groups(self._context.seed, round, self._in(round) | {self._context.me})
-        living = [[peer for peer in pair if peer not in dead] for pair in pairs]
-        mine = next(number for number, pair in enumerate(pairs) if self._context.me in pair)
-        if len(living[mine]) == 2:
-            return None
-        return {pair[0] for pair in living if len(pair) == 1} - {self._context.me}
-
-    def takes(self, peer: str, round: int) -> bool:
-        """Return whether ``peer`` is not passed over."""
-        return not self._over(peer, round)
-
-    def accepts(self, peer: str, round: int) -> bool:
-        """Return whether a node that found nobody is free for ``peer`` if that calls unasked: also
-        for one that failed once.
-        """
-        return self.takes(peer, round) or self.passed.once(peer)
-
-    def _over(self, peer: str, round: int) -> bool:
-        if not self.passed.at(peer, round):
-            return False
-        others = self._in(round)
-        return not (
-            self.passed.once(peer)
-            and len(others) > 1
-            and all(self.passed.at(other, round) for other in others)
-        )
-
-    def tried(self, peer: str, round: int) -> None:
-        """Note that ``peer`` was called in vain: a failure if it is the partner; others may well be
-        busy.
-        """
-        if peer == self.partner(round):
-            self.passed.missed(peer, round)
-
-    def ended(self, peer: str, round: int, *, met: bool, over: int = 0) -> None:
-        """Note the end of a transfer; ``over``: rounds for which the peer is passed over although
-        they met.
-        """
-        if met and not over:
-            self.passed.met(peer, round)
-        else:
-            self.passed.missed(peer, round, over)
-
-    def failed(self, peer: str) -> None:
-        """Note that no stream to ``peer`` could be opened."""
-        record = self._context.members().get(peer)
-        if record is not None:
-            self._unreached[peer] = record.issued
-
-    def alive(self, peer: str) -> None:
-        self._unreached.pop(peer, None)
-
-    def _in(self, round: int) -> set[str]:
-        """Return all other peers that have partners in ``round``."""
-        here = {
-            peer
-            for peer, member in self._context.members().items()
-            if member.model == self._context.model
-        }
-        # A peer that left after this round had a partner in it: without it the others would be
-        # paired differently from how peers that are further ahead have already paired.
-        gone = {
-            peer
-            for peer, member in self._departed().items()
-            if member.model == self._context.model and member.round > round
-        }
-        return (here | gone) - {self._context.me}
 
 
 MAX_HELD = 64
@@ -235,11 +93,17 @@ class PairingAttempt:
     partner: str | None = None
     """The computed partner: only its failures are counted, since other candidates may well be busy.
     """
+    second: PairingAttempt | None = None
+    """The meeting with the second partner of this round, if there is one."""
+    work: asyncio.Future[PartnerContribution | None] | None = None
+    """Of the second meeting of a round, which runs beside the first."""
     phase: Phase = field(default_factory=Phase)
     called: asyncio.Event = field(default_factory=asyncio.Event)
     """Set while the phase is that of a call of another."""
     needed: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once training waits for the outcome."""
+    met: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set once an exchange of the round is committed; of both meetings of a chain's middle."""
     since: float | None = None
     """The loop's time of that, of an overlapped one."""
     turned_away: deque[str] = field(default_factory=lambda: deque(maxlen=MAX_HELD))
@@ -266,6 +130,22 @@ class PairingAttempt:
     def moving(self) -> bool:
         """Whether a call was accepted, by either side, and its transfer is under way."""
         return self.phase.step in (Step.ACCEPTED, Step.TRANSFERRING)
+
+    @property
+    def counts(self) -> bool:
+        """Whether the contribution is in an exchange of this round, or may soon be."""
+        return self.moving or self.attempt.commit.received is not None
+
+    def beside(self, peer: str) -> PairingAttempt:
+        """Return the meeting with ``peer``, the second partner of the same round."""
+        return PairingAttempt(
+            self.attempt.beside(),
+            self.number,
+            peer,
+            needed=self.needed,
+            met=self.met,
+            usual=self.usual,
+        )
 
     def engage(self) -> None:
         self.phase = Phase(Step.TRANSFERRING, outcome=asyncio.get_running_loop().create_future())
@@ -407,7 +287,17 @@ class PairState:
         pairing.broken = received is None
         self.selector.ended(peer, pairing.key.round, met=received is not None, over=over)
         if received is not None:
+            pairing.met.set()
             self.evidence.met([peer], pairing.key.round)
+
+    def meeting(self, fragment: int, peer: str) -> PairingAttempt | None:
+        """Return the meeting of ``fragment`` that is under way, if one is: that to which a call of
+        ``peer`` belongs.
+        """
+        pairing = self.under_way.get(fragment)
+        if pairing is not None and pairing.second is not None and pairing.second.partner == peer:
+            return pairing.second
+        return pairing
 
     def at(self, fragment: int) -> int | None:
         """Return the round of the meeting of ``fragment`` that is under way, if one is."""
@@ -416,7 +306,7 @@ class PairState:
 
     def turn_away(self, peer: str, round: int, fragment: int) -> None:
         """Remember to call back, if this node is then still looking for a partner in that round."""
-        pairing = self.under_way.get(fragment)
+        pairing = self.meeting(fragment, peer)
         if (
             pairing is None
             or pairing.key.round != round
@@ -488,9 +378,7 @@ def _hang_up(stream: asyncio.Future[Stream]) -> None:
         stream.result().close()
 
 
-RECEIVED = (
-    2  # calls for later rounds of a fragment whose payload is received before this node is there
-)
+RECEIVED = 2  # later rounds of a fragment in which payloads are received before this node is there
 
 
 class HeldCalls:
@@ -507,8 +395,8 @@ class HeldCalls:
     ) -> tuple[PairingAttempt | None, Incoming | None]:
         """Wait until this node is at the round of ``offer`` and takes the call; None if it does not
         in the time a caller waits, or too many calls with that fragment are held. Also return what
-        has come of the payload meanwhile. It is received from the partner of that round, `RECEIVED`
-        times with each fragment, if it is as large as this node's own.
+        has come of the payload meanwhile. It is received from a partner of that round, `RECEIVED`
+        times with each fragment and partner, if it is as large as this node's own.
         """
         round, fragment = offer.round, offer.fragment
         call = (fragment, stream.peer_id)
@@ -517,11 +405,9 @@ class HeldCalls:
         taken: asyncio.Future[PairingAttempt | None] = asyncio.get_running_loop().create_future()
         self.calls[call] = (round, taken)
         state, incoming = self._state, None
-        ahead = (
-            state.sizes.get(fragment) == offer.nbytes
-            and state.selector.partner(round) == stream.peer_id
-        )
-        if ahead and self._receiving[fragment] < RECEIVED:
+        partners = state.selector.partners(round)
+        ahead = state.sizes.get(fragment) == offer.nbytes and stream.peer_id in partners
+        if ahead and self._receiving[fragment] < RECEIVED * len(partners):
             self._receiving[fragment] += 1
             incoming = Incoming(offer.nbytes)
         gone = asyncio.ensure_future(self._until_gone(stream, incoming, ahead))
@@ -570,7 +456,8 @@ class HeldCalls:
         state, key = self._state, pairing.key
         for (fragment, peer), (round, taken) in self.calls.items():
             if fragment == key.fragment:
-                past = round < key.round or (round == key.round and peer != pairing.partner)
+                expects = pairing.partner == peer or state.meeting(fragment, peer) is not pairing
+                past = round < key.round or (round == key.round and not expects)
             else:
                 call = (round, fragment, state.at(fragment))
                 past = state.rounds.instead(*call) is not None or state.rounds.through(*call)
@@ -899,7 +786,7 @@ class CallAnswerer:
                 "refuse",
                 f"this node is in swarm {self._context.swarm}, the offer is for {offer.swarm}",
             )
-        pairing = state.under_way.get(offer.fragment)
+        pairing = state.meeting(offer.fragment, peer)
         if offer.model == self._context.model:
             state.evidence.heard(peer, offer.round)
         elif pairing is None:

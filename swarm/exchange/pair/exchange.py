@@ -38,18 +38,19 @@ partner as long as it else would, then searches the candidates (one in rounds sh
 waits, if the partner lives) without haste, so that it is turned down by none that listens, calls
 back, and is free for all others of its round until training needs the outcome; and no peer moves to
 a round that nobody has begun (`PairRounds.through`). That somebody is late or taken is then no
-failure. Each fragment is met by itself: a meeting sees the calls with its own fragment only, so
-several are under way at once, two of them with the same peer if the pairs fall so. Of one fragment
-a node is in one round at a time.
+failure. The middle of a chain has two meetings, with two partners and one contribution
+(docs/internals.md, "An odd number of peers"). Each fragment is met by itself: a meeting sees the
+calls with its own fragment only, so several are under way at once, two of them with the same peer
+if the pairs fall so. Of one fragment a node is in one round at a time.
 
 Why no cycle of peers can wait for each other: a call is held only by a peer that has not come to
 its round, and what keeps that peer back is its training, or the end of its own earlier meeting with
-that fragment. Training waits for one meeting at a time, whose round is earlier than all that it has
-yet to begin. So along a chain of peers that wait, the rounds fall, and the last one waits for
-nobody. A contribution that moved to a later round is the exception. But then its node's rounds move
-as a whole (`PairRounds`), so it lets go of the calls for rounds that it will not be in. Calls that
-cross are decided by rank, within one round of one fragment. Every wait also ends at the round's
-deadline.
+that fragment. Training waits for the meetings of one round at a time, which is earlier than all
+that it has yet to begin. So along a chain of peers that wait, the rounds fall, and the last one
+waits for nobody. A contribution that moved to a later round is the exception. But then its node's
+rounds move as a whole (`PairRounds`), so it lets go of the calls for rounds that it will not be in.
+Calls that cross are decided by rank, within one round of one fragment. Every wait also ends at the
+round's deadline.
 """
 
 from __future__ import annotations
@@ -58,13 +59,17 @@ import asyncio
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from itertools import islice
+from typing import Any
+
+from torch import Tensor
 
 from shoal.optim.codecs.mod4 import for_pairs
 from shoal.optim.codecs.pair_message import Reading
-from shoal.optim.exchange.averaging import mean_of, pair_mean
+from shoal.optim.exchange.averaging import mean_of, middle_mean, pair_mean
 from shoal.optim.exchange.base import Contribution, Mean
+from shoal.optim.exchange.on_demand import OnDemand
 from shoal.optim.exchange.update_screen import TRUSTING, UpdateScreen
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.exchange.context import (
@@ -90,13 +95,13 @@ from shoal.swarm.exchange.pair.calls import (
     Caller,
     HeldCalls,
     PairingAttempt,
-    PairSelector,
     PairState,
     Phase,
     Step,
 )
+from shoal.swarm.exchange.pair.selector import PairSelector
 from shoal.swarm.exchange.pair.transfer import Attempt, PairTransfer, PartnerContribution
-from shoal.swarm.p2p.tasks import first_of, race, running
+from shoal.swarm.p2p.tasks import first_of, race, running, stop
 from shoal.swarm.wire.messages import Member
 
 TRIED = (
@@ -184,16 +189,14 @@ class PairExchange(ExchangeBase):
             mine.payload.nbytes,
         )
 
-    async def _averaged(
-        self, attempt: Attempt, number: int, averaged: Averaged
-    ) -> PartnerContribution | None:
+    async def _averaged(self, attempt: Attempt, number: int, averaged: Averaged) -> None:
         received = await self.meet(attempt, number)
-        if received is not None:
+        if received:
             await asyncio.to_thread(averaged.mean, received)  # training goes on
-        return received
 
-    async def meet(self, attempt: Attempt, number: int) -> PartnerContribution | None:
-        """Find a partner and exchange; return the received contribution, or None.
+    async def meet(self, attempt: Attempt, number: int) -> tuple[PartnerContribution, ...]:
+        """Find a partner, or two in the middle of a chain, and exchange; return what was received
+        and committed.
 
         ``number``: what `PairRounds.hand_in` returned for it in the training thread.
         """
@@ -210,21 +213,29 @@ class PairExchange(ExchangeBase):
         attempt.commit.when_awaited(lambda: loop.call_soon_threadsafe(needed.set))
         self.evidence.begin(loop.time(), attempt.key.round)
         try:
-            return await (
-                self._until_needed(pairing) if self.rounds.overlap else self._meet(pairing)
-            )
+            await self._bounded(pairing, self._meet(pairing))
+            if pairing.second is not None and pairing.second.work is not None:
+                await pairing.second.work
         except Exception as error:  # this node's own: it costs one round, never the training
             pairing.attempt.caught("exchange", error)
-            return attempt.commit.received
         finally:
-            if attempt.commit.received is None:
+            await self._end_second(pairing)
+            if not attempt.outcomes():
                 self.evidence.missed()
             if (
                 self.state.under_way.get(fragment) is pairing
             ):  # one that was called off may end only after the next one has begun
                 del self.state.under_way[fragment]
+        return attempt.outcomes()
 
-    async def _until_needed(self, pairing: PairingAttempt) -> PartnerContribution | None:
+    async def _bounded(
+        self, pairing: PairingAttempt, meeting: Coroutine[Any, Any, PartnerContribution | None]
+    ) -> PartnerContribution | None:
+        return await (self._until_needed(pairing, meeting) if self.rounds.overlap else meeting)
+
+    async def _until_needed(
+        self, pairing: PairingAttempt, meets: Coroutine[Any, Any, PartnerContribution | None]
+    ) -> PartnerContribution | None:
         """Meet a partner while training goes on.
 
         Once that waits for the outcome, wait no longer than a meeting usually does, nor
@@ -232,7 +243,7 @@ class PairExchange(ExchangeBase):
         """
         loop, fragment, time = asyncio.get_running_loop(), pairing.key.fragment, self.time
         usual = loop.time() + time.patience(fragment)
-        async with running(self._meet(pairing), pairing.needed.wait()) as (meeting, waiting):
+        async with running(meets, pairing.needed.wait()) as (meeting, waiting):
             await first_of(meeting, waiting)
             pairing.since = since = loop.time()
             await first_of(
@@ -259,15 +270,8 @@ class PairExchange(ExchangeBase):
         while True:
             partner, order = self._selector.of(pairing.key.round)
             pairing.partner = partner if order else None
+            await self._begin_second(pairing)
             self.held.release(pairing)
-            if partner is None and order:
-                pairing.attempt.stats.left_out(pairing.attempt.handed_in)  # the odd one out
-                wary = self._selector.passed.lately(pairing.key.round)
-                return (
-                    await self._listen(pairing, linger if wary else 0.0)
-                    if wary or self.rounds.overlap
-                    else None
-                )
             if not order:  # the last one here, or a peer whose partner is dead while nobody is free
                 passed = () if partner is None else (partner,)
                 pairing.attempt.stats.pass_over(
@@ -309,6 +313,8 @@ class PairExchange(ExchangeBase):
                         self._selector.tried(peer, pairing.key.round)
                     elif peer == partner and period < 2 * wait:
                         queue = deque(islice(queue, OTHERS))
+                elif pairing.second is not None and pairing.second.counts:
+                    return None  # the contribution stays in this round
                 else:
                     pairing.attempt = pairing.attempt.moved_to(pairing.swarm_round)
                     self.rounds.move(pairing.number, pairing.swarm_round, fragment)
@@ -328,6 +334,41 @@ class PairExchange(ExchangeBase):
             if moved:
                 continue
             return await self._listen(pairing, min(deadline - loop.time(), linger))
+
+    async def _begin_second(self, pairing: PairingAttempt) -> None:
+        """Begin the meeting with the second partner of the round, if there is one; that of another
+        round ends.
+        """
+        await self._end_second(pairing)
+        peer = self._selector.second(pairing.key.round)
+        if peer is not None:
+            second = pairing.beside(peer)
+            second.work = asyncio.ensure_future(self._bounded(second, self._meet_second(second)))
+            pairing.second = second
+
+    async def _end_second(self, pairing: PairingAttempt) -> None:
+        second = pairing.second
+        pairing.second = None  # from now on it takes no call
+        if second is not None and second.work is not None:
+            await stop(second.work)
+
+    async def _meet_second(self, pairing: PairingAttempt) -> PartnerContribution | None:
+        """Meet the second partner, and nobody else: it has no pair, so nobody else expects it."""
+        loop, peer, round = asyncio.get_running_loop(), pairing.partner, pairing.key.round
+        assert peer is not None
+        wait = self.time.patience(pairing.key.fragment)
+        deadline = loop.time() + wait
+        for _ in range(TRIED):
+            received, failing = await self._try(pairing, peer, deadline - loop.time())
+            if received is not None or pairing.broken:
+                return received
+            is_over = loop.time() >= deadline
+            if failing or (is_over and not self.rounds.overlap):  # that it is busy costs no time
+                self._selector.tried(peer, round)
+            if failing or is_over or not pairing.turned_away:
+                break
+            pairing.turned_away.clear()
+        return await self._listen(pairing, min(deadline - loop.time(), wait * LINGER, LINGER_S))
 
     async def _try(
         self, pairing: PairingAttempt, peer: str, seconds: float
@@ -361,23 +402,26 @@ class PairExchange(ExchangeBase):
 
     async def _listen(self, pairing: PairingAttempt, seconds: float) -> PartnerContribution | None:
         """Let any other peer without a partner call, for ``seconds`` and until training needs the
-        outcome.
+        outcome, or the round's other partner was met.
         """
         until = asyncio.get_running_loop().time() + seconds
         while True:
             pairing.phase = Phase(Step.LISTENING)
             if self.rounds.overlap:
-                await race(pairing.called.wait(), pairing.needed.wait(), timeout=OVERLAPPED_S)
+                called, needed, met = pairing.called, pairing.needed, pairing.met
+                await race(called.wait(), needed.wait(), met.wait(), timeout=OVERLAPPED_S)
             await pairing.until_called(until)
-            called, received = pairing.called.is_set(), await pairing.outcome(self._timeouts)
+            is_called = pairing.called.is_set()
+            received = await pairing.outcome(self._timeouts)
             if (
-                received is not None or pairing.broken or not (called and self.rounds.overlap)
+                received is not None or pairing.broken or not (is_called and self.rounds.overlap)
             ):  # else the caller had gone on
+                pairing.phase = Phase()  # nobody would wait for a call that is accepted now
                 return received
 
 
 class Averaged:
-    """The mean of a contribution with the partner's.
+    """The mean of a contribution with the partner's, or with two partners'.
 
     For any thread, but what a codec learns from it is the training thread's.
     """
@@ -387,38 +431,52 @@ class Averaged:
         self._mean: Mean | None = None
         self._lock = threading.Lock()
 
-    def mean(self, theirs: PartnerContribution) -> Mean:
+    def mean(self, received: tuple[PartnerContribution, ...]) -> Mean:
         """Return the mean, computed once, from the same bytes on both sides; with a codec for pairs
         each side's is its own.
         """
         with self._lock:
             if self._mean is None:
-                self._mean = self._computed(theirs)
+                self._mean = self._computed(received)
             return self._mean
 
-    def learnt(self, theirs: PartnerContribution) -> Mean:
+    def learnt(self, received: tuple[PartnerContribution, ...]) -> Mean:
         """Let a codec for pairs learn from what came, and return the mean."""
-        if (
-            isinstance(theirs.values, Reading)
-            and (pairs := for_pairs(self._mine.codec))
-            and self._mine.payload.message
-        ):
-            pairs[0].learn(self._mine.payload.message, theirs.values)
-        return self.mean(theirs)
+        pairs = for_pairs(self._mine.codec)
+        message = self._mine.payload.message
+        for theirs in received:
+            if isinstance(theirs.values, Reading) and pairs and message:
+                pairs[0].learn(message, theirs.values)
+        return self.mean(received)
 
-    def _computed(self, theirs: PartnerContribution) -> Mean:
+    def _computed(self, received: tuple[PartnerContribution, ...]) -> Mean:
+        mine, message = self._mine, self._mine.payload.message
+        if len(received) == 1:
+            own = [] if message is not None else mine.payload.tensors()
+            return self._with(received[0], own)
+        own = mine.payload.tensors() if message is None else message.tensors()
+        means = []
+        for theirs in received:
+            # Each is computed in place.
+            spare = own if isinstance(own, OnDemand) else [tensor.clone() for tensor in own]
+            means.append(self._with(theirs, spare))
+        return middle_mean(mine.codec, own, mine.weight, means, mine.unweighted_count)
+
+    def _with(self, theirs: PartnerContribution, own: Sequence[Tensor]) -> Mean:
+        """Return the mean with one partner; ``own`` is used up, but not by a codec for pairs."""
         me, mine, fragment = self._me, self._mine, self._mine.key.fragment
         if isinstance(theirs.values, Reading):
             assert mine.payload.message is not None
-            own, other = (
+            return pair_mean(
+                self._screen,
+                fragment,
                 (me, mine.weight, mine.payload.message),
                 (theirs.peer, theirs.weight, theirs.values),
-            )
-            return pair_mean(
-                self._screen, fragment, own, other, theirs.refused, mine.unweighted_count
+                theirs.refused,
+                mine.unweighted_count,
             )
         contributions = [
-            (me, mine.weight, mine.payload.tensors()),
+            (me, mine.weight, own),
             (theirs.peer, theirs.weight, theirs.values),
         ]
         return mean_of(self._screen, mine.codec, me, fragment, contributions, mine.unweighted_count)

@@ -287,7 +287,7 @@ class Answers(Pairs):
         finally:
             logger.removeHandler(hearing)
             logger.setLevel(level)
-        assert received is None  # not even the honest one sends more
+        assert received == ()  # not even the honest one sends more
         found = word(" ".join(said))
         return found if found in WORDS.values() else ""
 

@@ -26,7 +26,6 @@ from shoal.optim.exchange.base import Contribution
 from shoal.optim.exchange.pairing import partner_of
 from shoal.swarm.errors import NetworkError
 from shoal.swarm.exchange.context import (
-    FORGOTTEN,
     SHARE,
     TERMS,
     ExchangeTimeouts,
@@ -39,12 +38,12 @@ from shoal.swarm.exchange.group.exchange import GroupExchange
 from shoal.swarm.exchange.pair.calls import (
     EXCHANGE_PROTOCOL,
     PairingAttempt,
-    PairSelector,
     Step,
     make_offer,
     receive_offer,
 )
 from shoal.swarm.exchange.pair.exchange import PairExchange
+from shoal.swarm.exchange.pair.selector import PairSelector
 from shoal.swarm.exchange.pair.transfer import PairTransfer
 from shoal.swarm.state.catch_up import in_step
 from shoal.swarm.wire.envelope import unpack
@@ -444,10 +443,6 @@ def test_failures_are_forgotten_no_faster_with_fragments():
     for node, step in ((plain, 1), (cut, 4)):
         node.passed.missed("peer-1", 0)
         assert [node.takes("peer-1", step * TERMS[0] - less) for less in (1, 0)] == [False, True]
-        assert [node.passed.lately(step * (TERMS[0] + FORGOTTEN) - less) for less in (1, 0)] == [
-            True,
-            False,
-        ]
         node.passed.met("peer-2", step)
         node.passed.missed("peer-1", step)
         assert [node.takes("peer-1", step * TERMS[1] - less) for less in (1, 0)] == [False, True]

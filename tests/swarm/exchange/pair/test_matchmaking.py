@@ -10,15 +10,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from shoal.optim import BFLOAT16, RoundKey
-from shoal.optim.exchange.pairing import partner_of, rank
+from shoal.optim import BFLOAT16
+from shoal.optim.exchange.pairing import chains, partner_of, rank
 from shoal.swarm.errors import NetworkError
 from shoal.swarm.exchange import context
 from shoal.swarm.exchange.pair.calls import EXCHANGE_PROTOCOL
 from shoal.swarm.exchange.pair.exchange import PairExchange
 from shoal.swarm.wire.envelope import ENVELOPE, pack, seal, unseal
 from shoal.swarm.wire.messages import Answer, Offer
-from tests.support.pair_peers import LONG, SEED, SWARM, Peer, at_once, value
+from tests.support.pair_peers import LONG, SEED, Peer, at_once, value
 from tests.support.waiting import until
 
 WAIT = 1.5
@@ -176,8 +176,9 @@ def test_whom_a_silent_partner_kept_waiting_calls_nobody_else(network, held):
     """The wait for one that is gone is all that training stands still for; the search of others
     would come on top of it.
     """
-    peers = a, b, *_ = [Peer(network, wait=LONG, chunk=0.5) for _ in range(3)]
-    round, called, opened = a_round([peer.id for peer in peers], [(a.id, b.id)]), [], a.host.open
+    peers = a, b, c, d = [Peer(network, wait=LONG, chunk=0.5) for _ in range(4)]
+    ids = [peer.id for peer in peers]
+    round, called, opened = a_round(ids, [(a.id, b.id), (c.id, d.id)]), [], a.host.open
 
     async def silence(protocol, stream):
         await asyncio.Event().wait()
@@ -208,19 +209,36 @@ def test_a_caller_that_vanishes_while_it_is_held_is_forgotten(network):
     assert b.start().result() is None
 
 
-def test_the_odd_one_out_does_not_wait(network):
-    peers = [Peer(network, wait=LONG) for _ in range(3)]
-    ids = [peer.id for peer in peers]
-    (odd,) = [peer for peer in peers if partner_of(SEED, 0, peer.id, ids) is None]
-    handles = [peer.start(value=1.0) for peer in peers if peer is not odd]
+@pytest.mark.parametrize("last", [0, 1, 2])
+def test_three_peers_all_exchange_in_one_round(network, last):
+    """The middle of the chain moves by what both exchanges move it; whoever of the three comes
+    last.
+    """
+    peers = {peer.id: peer for peer in (Peer(network, wait=LONG) for _ in range(3))}
+    (chain,) = chains(SEED, 0, peers)
+    values = dict(zip(chain, (1.0, 5.0, 2.0), strict=True))
     began = time.monotonic()
-    assert odd.start().result() is None
-    key = RoundKey(SWARM, 0, 0)
-    assert [peer.exchange.stats.of(key).left_out for peer in peers] == [
-        peer is odd for peer in peers
-    ]
+    handles = {me: peers[me].start(value=values[me]) for me in chain if me != chain[last]}
+    if last != 1:  # the other end and the middle have met, and the middle waits
+        end = handles[chain[2 - last]].result()
+        assert value(end) == (values[chain[1]] + values[chain[2 - last]]) / 2
+    handles[chain[last]] = peers[chain[last]].start(value=values[chain[last]])
+    means = [handles[me].result() for me in chain]
+    assert [value(mean) for mean in means] == [3.0, 1.5, 3.5]
+    assert [len(mean.members) for mean in means] == [2, 3, 2]
     assert time.monotonic() - began < LONG / 2
+
+
+@pytest.mark.parametrize("dead", [0, 1, 2])
+def test_of_three_peers_the_living_meet(network, dead):
+    peers = {peer.id: peer for peer in (Peer(network, wait=LONG) for _ in range(3))}
+    (chain,) = chains(SEED, 0, peers)
+    peers[chain[dead]].host.die()
+    living = [me for me in chain if me != chain[dead]]
+    began = time.monotonic()
+    handles = [peers[me].start(value=2.0 * place) for place, me in enumerate(living)]
     assert [value(handle.result()) for handle in handles] == [1.0, 1.0]
+    assert time.monotonic() - began < LONG / 2
 
 
 def test_alone_in_the_swarm(network):
@@ -234,7 +252,8 @@ def test_disagreeing_memberships_still_end(network):
     # a sees {a, b, c} and is to meet c; b and c do not know each other, and both expect a.
     a, b, c = peers = [Peer(network, wait=LONG) for _ in range(3)]
     b.sees, c.sees = [a.id, b.id], [a.id, c.id]
-    round = a_round([peer.id for peer in peers], [(a.id, c.id)])
+    ids = [peer.id for peer in peers]
+    round = next(r for r in range(1000) if chains(SEED, r, ids) == [(a.id, c.id, b.id)])
     began = time.monotonic()
     handles = [peer.start(round, number) for peer, number in ((a, 1.0), (b, 5.0), (c, 3.0))]
     assert [value(handle.result()) for handle in handles] == [2.0, None, 2.0]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from shoal.optim import FLOAT32, RoundKey
 from shoal.optim.exchange.base import Contribution
-from shoal.optim.exchange.pairing import groups, partner_of
+from shoal.optim.exchange.pairing import chains, groups, partner_of, partners_of
 from shoal.swarm.exchange.context import (
     BROKEN,
     FORGOTTEN,
@@ -26,7 +26,8 @@ from shoal.swarm.exchange.context import (
 )
 from shoal.swarm.exchange.pair import calls
 from shoal.swarm.exchange.pair import exchange as pair_exchange
-from shoal.swarm.exchange.pair.calls import PairSelector, make_offer
+from shoal.swarm.exchange.pair.calls import make_offer
+from shoal.swarm.exchange.pair.selector import PairSelector
 from shoal.swarm.exchange.pair.transfer import PairTransfer
 from tests.support.fake_network import paired
 from tests.support.partner_selection import MODEL, SEED, Directory, directory, selector
@@ -40,14 +41,14 @@ def test_those_left_over_name_each_other(count, round, data):
     for me in sorted(here.keys() - dead):
         node = selector(me, here)
         assert node.left_over(round) is None
-        assert node.of(round)[0] == partner_of(SEED, round, me, here)
+        assert node.of(round)[0] == partners_of(SEED, round, me, here)[0]
         for peer in dead:
             node.failed(peer)
         partner, order = node.of(round)
         if partner in dead:
             alone[me] = set(order)
             assert partner not in order
-        elif partner is not None:
+        else:
             assert order[0] == partner
     odd = {me for me in here.keys() - dead if partner_of(SEED, round, me, here) is None}
     for me, others in alone.items():
@@ -82,7 +83,7 @@ def test_leaver_has_a_partner_until_its_last_round():
     three = {"peer-0", "peer-1", "peer-2"}
     for round in range(10):
         peers = three if round < 5 else three - {"peer-2"}
-        assert node.of(round)[0] == partner_of(SEED, round, "peer-0", peers), round
+        assert node.of(round)[0] == partners_of(SEED, round, "peer-0", peers)[0], round
 
 
 def test_who_is_not_in_the_directory_is_not_remembered():
@@ -200,19 +201,19 @@ def test_wasteful_peer_is_found_and_never_averaged(network, monkeypatch, attack)
 
 
 def test_three_honest_peers_are_all_met_in_turn(network):
-    """Each round's pair is the one that everybody computes, also where it is the same twice: who
+    """Each round's chain is the one that everybody computes, also where it is the same twice: who
     was met is not passed over.
     """
     exchanges = swarm(network, 3)
     peers = [exchange._context.me for exchange in exchanges]
-    pairs = lambda number: set(groups(SEED, number, peers)[0])  # noqa: E731
+    chain = lambda number: chains(SEED, number, peers)[0]  # noqa: E731
     first = next(
-        number for number in itertools.count(0, TERMS[0]) if pairs(number) == pairs(number + 1)
+        number for number in itertools.count(0, TERMS[0]) if chain(number) == chain(number + 1)
     )  # the keys are random
     for number, members in enumerate(trained(exchanges, 12, [1.0, 2.0, 3.0], first), first):
-        assert [set(mine) for mine in members] == [
-            pairs(number) if peer in pairs(number) else set() for peer in peers
-        ]
+        one, middle, other = chain(number)
+        whole = {one: {one, middle}, middle: {one, middle, other}, other: {middle, other}}
+        assert [set(mine) for mine in members] == [whole[peer] for peer in peers]
 
 
 def test_backoff_grows_and_one_exchange_ends_it():
@@ -356,6 +357,7 @@ def test_a_peer_with_nobody_else_is_tried_all_the_same():
 def test_shared_failures_keep_the_other_pairs(count, round, data):
     """Who has seen the same failures agrees and the other pairs stay."""
     here = directory(count)
+    second = {}
     hostile = data.draw(st.sets(st.sampled_from(sorted(here)), max_size=count - 1))
     partners = {}
     for me in sorted(here.keys() - hostile):
@@ -364,10 +366,12 @@ def test_shared_failures_keep_the_other_pairs(count, round, data):
             node.passed.missed(peer, round)
         partner, order = node.of(round)
         partners[me] = partner if partner not in hostile else None
+        second[me] = node.second(round)
         usual = partner_of(SEED, round, me, here)
         if usual is not None and usual not in hostile:
             assert (partner, order[0]) == (usual, usual)
-    assert all(partners[partner] == me for me, partner in partners.items() if partner is not None)
+    for me, partner in partners.items():
+        assert partner is None or me in (partners[partner], second[partner])
     assert sum(partner is None for partner in partners.values()) <= 1
 
 
@@ -397,15 +401,7 @@ def test_two_honest_peers_meet_nine_rounds_of_ten(hostile):
         met = []
         for round in range(ROUNDS):
             chosen = {peer: node.of(round)[0] for peer, node in nodes.items()}
-            listens = {
-                peer
-                for peer, node in nodes.items()
-                if chosen[peer] is None and node.passed.lately(round)
-            }
-            met.append(
-                all(chosen[peer] == other or peer in listens for peer, other in ((a, b), (b, a)))
-                and len(listens) < 2
-            )
+            met.append(chosen[a] == b or chosen[b] == a)
             for peer, node in nodes.items():
                 if chosen[peer] == bad and hostile:
                     node.passed.missed(bad, round)
