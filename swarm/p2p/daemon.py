@@ -41,7 +41,7 @@ from shoal.swarm.p2p.multiaddr import (
 
 log = logging.getLogger(__name__)
 
-MAX_FRAME_BYTES = 2 << 20  # of one message of the daemon; a gossiped one has 1 MiB at most
+MAX_FRAME_BYTES = 2 << 20  # of one message of the daemon
 ANSWER_S = 10.0  # for the daemon to take a stream handler, or to name the peer of a stream
 FIND_S = 2  # a look into the address book of the daemon may take
 

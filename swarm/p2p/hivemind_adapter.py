@@ -2,9 +2,9 @@
 
 All private hooks of hivemind's host and DHT stand here, so pyproject.toml pins the release.
 
-hivemind's own launcher keeps its sockets in the open temporary folder, leaves them there after a
-crash, and knows no GossipSub; so `shoal.swarm.p2p.daemon.Daemon` launches the process, and hivemind
-gets no more than a connection for the calls of its DHT.
+hivemind's own launcher keeps its sockets in the open temporary folder and leaves them there after a
+crash; so `shoal.swarm.p2p.daemon.Daemon` launches the process, and hivemind gets no more than a
+connection for the calls of its DHT.
 """
 
 from __future__ import annotations
