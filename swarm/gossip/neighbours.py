@@ -340,11 +340,13 @@ class Neighbours:
             for task in done:
                 task.result()
         finally:
-            for task in tasks:
-                task.cancel()
             if self._linked.get(neighbour.peer) is neighbour:
                 del self._linked[neighbour.peer]
             neighbour.stream.abort()
+            for task in tasks:
+                task.cancel()
+            # Of two that fail at once one is raised; else the other would count as a bug.
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _write(self, neighbour: Neighbour) -> None:
         while True:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.node.runtime.training_node import LAST
+from shoal.node.runtime.compute_last import COMPUTING_NICENESS
 from shoal.node.verify.claim_file import load_claim
 
 CHEAT = Path(__file__).parent / "cheat.py"
@@ -61,7 +61,8 @@ def test_who_quantises_and_who_copies_are_banned_and_nobody_else(shoal, eventual
     guilty = {peers["quantised"], peers["copier"]}
     trains = nodes[HONEST[0]].popen.pid
     rest = [thread for thread in map(int, os.listdir(f"/proc/{trains}/task")) if thread != trains]
-    assert os.getpriority(os.PRIO_PROCESS, trains) >= LAST  # so that its votes are in time
+    # So that its votes are in time.
+    assert os.getpriority(os.PRIO_PROCESS, trains) >= COMPUTING_NICENESS
     assert os.getpriority(os.PRIO_PROCESS, 0) in {
         os.getpriority(os.PRIO_PROCESS, thread) for thread in rest
     }

@@ -125,6 +125,9 @@ class GossipSwarm:
     ) -> None:
         self.quota = quota
         self.loop = VirtualLoop()
+        self.errors: list[str] = []
+        """What the loop reports: tasks whose errors nobody took."""
+        self.loop.set_exception_handler(lambda _, context: self.errors.append(str(context)))
         self.network = SimNetwork(self.loop, seed, Links(), Trace())
         self.chance = random.Random(f"gossip {seed}")
         self.peers: dict[str, GossipPeer] = {}

@@ -2,6 +2,7 @@
 once, as long as these are one graph; nothing forged gets further than the neighbours of its forger.
 """
 
+import gc
 import random
 
 import pytest
@@ -66,6 +67,8 @@ class Story:
                 self.failures.append(f"{each.name} took what was forged")
             if each.topic.counts["received"] > PUBLISHED + each.rejected("forged"):
                 self.failures.append(f"{each.name} was passed on what was forged")
+        gc.collect()  # a task tells of an error that nobody took when it is collected
+        self.failures += self.swarm.errors
         if len(self.owed) < PUBLISHED // 2:
             self.failures.append(f"only {len(self.owed)} records were published in one graph")
 
@@ -84,9 +87,9 @@ def failures(seeds):
 
 
 def test_every_honest_record_reaches_every_honest_member():
-    assert failures(range(2)) == {}
+    assert failures([1, 20]) == {}
 
 
 @pytest.mark.slow(reason="500 swarms of ten members for a minute each")
 def test_every_honest_record_reaches_every_honest_member_500_times():
-    assert failures(range(2, 502)) == {}
+    assert failures(range(500)) == {}
