@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.optim import Alone, Faults, GASLoC, LocalSGD, NoLoCo, Simulation, Streaming, groups
+from shoal.optim.exchange.pairing import chains
 
 EVERY, ROUNDS, SEED = 4, 9, 3
 LOST = {("bert", 2), ("dora", 5)}
@@ -29,7 +30,8 @@ def noloco(lab, peers, size, lr, momentum, pull, lost=(), weights=None, listens=
             slow <- slow - v;   fast <- slow
 
     Ours: the first sum is weighted (up to four times the median weight), the second is not; who
-    listens in round 0 counts in neither, and if all of a group listen, all count alike.
+    listens in round 0 counts in neither, and if all of a group listen, all count alike. The middle
+    of a chain takes its own, moved by what its two exchanges move it, but not beyond both partners.
     """
     slow = {peer: lab.own_start(peer) for peer in peers}
     velocity = {peer: np.zeros(5) for peer in peers}
@@ -37,25 +39,48 @@ def noloco(lab, peers, size, lr, momentum, pull, lost=(), weights=None, listens=
     for round in range(ROUNDS):
         fast = {peer: lab.trained(peer, slow[peer], EVERY) for peer in peers}
         before = dict(slow)
-        for group in groups(SEED, round, peers, size):
-            failed = any((peer, round) in lost for peer in group)
-            for peer in group:
-                counted = (
-                    [peer] if failed else [p for p in group if not (round == 0 and p in listens)]
-                )
+        for peer in peers:
+            means = []
+            for group in exchanges(round, peers, size):
+                if peer in group and not any((other, round) in lost for other in group):
+                    means.append(group)
+            own = before[peer] - fast[peer]
+            gradient, mean_slow = own.copy(), before[peer].copy()
+            moves = []
+            for group in means or [(peer,)]:
+                counted = [p for p in group if not (means and round == 0 and p in listens)]
                 share = [
                     1.0 if weights is None or not counted else weights[p] for p in counted or group
                 ]
                 counted = counted or list(group)
                 limit = 4 * median_low(share)
                 share = [min(weight, limit) for weight in share]
-                gradient = np.average([before[p] - fast[p] for p in counted], axis=0, weights=share)
-                apart = before[peer] - np.mean([before[p] for p in counted], axis=0)
-                velocity[peer] = momentum * velocity[peer] + lr * gradient + pull * apart
-                slow[peer] = before[peer] - velocity[peer]
+                own_share = share[counted.index(peer)] / sum(share) if peer in counted else 0.0
+                own_plain = 1 / len(counted) if peer in counted else 0.0
+                moves.append(
+                    (
+                        np.average([before[p] - fast[p] for p in counted], axis=0, weights=share),
+                        np.mean([before[p] for p in counted], axis=0),
+                        1 - own_share,
+                        1 - own_plain,
+                    )
+                )
+            for found, found_slow, _, _ in moves:
+                gradient += (found - own) / max(sum(move[2] for move in moves), 1)
+                mean_slow += (found_slow - before[peer]) / max(sum(move[3] for move in moves), 1)
+            velocity[peer] = momentum * velocity[peer] + lr * gradient
+            velocity[peer] += pull * (before[peer] - mean_slow)
+            slow[peer] = before[peer] - velocity[peer]
         for peer in peers:
             path[peer].append(slow[peer])
     return path
+
+
+def exchanges(round, peers, size):
+    """Return the groups of a round, or its pairs and both exchanges of its chain."""
+    if size != 2:
+        return groups(SEED, round, peers, size)
+    return [pair for chain in chains(SEED, round, peers) for pair in itertools.pairwise(chain)]
 
 
 def check(lab, method, peers, size, expected, *, lost=(), weights=None, **options):
