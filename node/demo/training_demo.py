@@ -185,7 +185,7 @@ def report(
         "loss_last": mean(loss["held_out"] for loss in losses),
         "loss_local": mean(loss["held_out_alone"] for loss in losses),
         "ended": _ended_with([result.get("last_average") for result in results]),
-        # Both members of a committed pair count it.
+        # Both members of a committed pair count it; a chain of three counts as one and a half.
         "exchanges": sum(one["with_partner"] for one in exchanges) // 2,
         "pairs_none": sum(one["without_partner"] + one["left_out"] for one in exchanges),
         "failed": sum(one["failed"] for one in exchanges),
