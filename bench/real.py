@@ -161,7 +161,7 @@ def _of_life(result: Mapping[str, Any]) -> dict[str, float]:
         "bytes_sent": result["link"]["bytes_sent"],
         "wait_s": exchanges["wait_s"],
         "wall_s": result["wall_s"],
-        "pairs_none": exchanges["without_partner"] + exchanges["left_out"],
+        "pairs_none": exchanges["without_partner"],
         "exchanges": exchanges["with_partner"],
     }
 

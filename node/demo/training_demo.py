@@ -187,7 +187,7 @@ def report(
         "ended": _ended_with([result.get("last_average") for result in results]),
         # Both members of a committed pair count it; a chain of three counts as one and a half.
         "exchanges": sum(one["with_partner"] for one in exchanges) // 2,
-        "pairs_none": sum(one["without_partner"] + one["left_out"] for one in exchanges),
+        "pairs_none": sum(one["without_partner"] for one in exchanges),
         "failed": sum(one["failed"] for one in exchanges),
         "internal_errors": internal_errors(results),
         "trained_alone": [result["trained_alone"] for result in results if result["trained_alone"]],

@@ -101,7 +101,6 @@ MEASURES = (
     ),
     Measure("counter", "exchanges.with_partner", "Those in which a partner's contribution is."),
     Measure("counter", "exchanges.without_partner", "Those in which nobody answered."),
-    Measure("counter", "exchanges.left_out", "Those without one because of an odd number."),
     Measure("counter", "exchanges.failed", "Those that an error of the node's own code ended."),
     Measure("counter", "exchanges.late", "Those whose mean came after its lag."),
     Measure(

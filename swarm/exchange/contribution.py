@@ -356,8 +356,6 @@ class ExchangeNotes:
     """The first line of an error of this node's own code."""
     failures: list[tuple[str, Failure]] = field(default_factory=list)
     """The peers with which it failed, and how, in order of time."""
-    left_out: bool = False
-    """This node was the odd one out, which is no failure."""
     passed: dict[str, bool] = field(default_factory=dict)
     """Where nobody could be met: peer that was passed over -> whether as slow."""
 
@@ -431,13 +429,6 @@ class ExchangeStats:
         with self._lock:
             self._events.append((key, peer, None))
             self._unread.append((key, peer))
-
-    def left_out(self, key: RoundKey) -> None:
-        """Note that the number of peers is odd, and this node the one without a partner in round
-        ``key``.
-        """
-        with self._lock:
-            self._note(key).left_out = True
 
     def pass_over(self, key: RoundKey, peers: Collection[str], slow: Collection[str]) -> None:
         """Note that in round ``key`` nobody can be met, for ``peers`` are passed over; the ``slow``

@@ -27,7 +27,7 @@ from shoal.swarm.wire.messages import Member
 
 ALONE_ROUNDS = 3
 """Rounds in a row without a partner that are worth a sentence."""
-NOBODY = ("nobody", "model", "odd")
+NOBODY = ("nobody", "model")
 """Reasons of an exchange with whom nobody was there."""
 LOOK_S = 1.0
 """Between two looks at the members: records change every five."""
@@ -64,8 +64,7 @@ class Diagnosis:
         self._waits: deque[float] = deque(maxlen=RECENT)
         self._said = Repeats(clock)
         self._news = deque[Notice](maxlen=MAX_UNREAD)
-        # Exchanges in a row without a partner, not counting those in which the number of members
-        # was odd.
+        # Exchanges in a row without a partner.
         self._without = 0
         # The reason, and for how many rounds by now.
         self._partnerless: tuple[str, int] | None = None
@@ -82,10 +81,8 @@ class Diagnosis:
         """Note that training stood still for ``seconds`` in the round that has just ended."""
         self._waits.append(seconds)
 
-    def met(self, info: RoundInfo, model: str, fragments: int, *, odd: bool) -> str:
+    def met(self, info: RoundInfo, model: str, fragments: int) -> str:
         """Follow an exchange; return why it had no partner, if so.
-
-        ``odd``: the number of members was, which is no fault.
 
         One that an error of this node's own code ended is no exchange without a partner:
         `own_error` describes it.
@@ -103,11 +100,11 @@ class Diagnosis:
             self._without = 0
             self._partnerless = None
             return ""
-        reason, why = self._why(info, model, odd)
+        reason, why = self._why(info, model)
         self._missed[reason] += reason not in NOBODY
-        self._without += reason in PARTNERLESS
+        self._without += 1
         rounds = self._without // fragments
-        if rounds >= ALONE_ROUNDS and reason in PARTNERLESS:
+        if rounds >= ALONE_ROUNDS:
             self._partnerless = reason, rounds
             if self._said.due(reason):
                 said = (
@@ -165,10 +162,8 @@ class Diagnosis:
         speeds = [member.steps_per_s for member in self._directory.members().values()]
         return partner_remedy(reason, speeds, in_seconds=self._in_seconds)
 
-    def _why(self, info: RoundInfo, model: str, odd: bool) -> tuple[str, str]:
-        """Return the reason why a round had no partner, a key of `PARTNERLESS` or "odd", and in
-        words.
-        """
+    def _why(self, info: RoundInfo, model: str) -> tuple[str, str]:
+        """Return the reason why a round had no partner, a key of `PARTNERLESS`, and in words."""
         others = dict(self._directory.members())
         others.pop(self._me, None)
         failures = self.stats.of(info.key).failures
@@ -178,8 +173,6 @@ class Diagnosis:
         if not any(member.model == model for member in others.values()):
             reason = "model" if others else "nobody"
             return reason, PARTNERLESS[reason][0]
-        if odd:
-            return "odd", "the number of members is odd"
         passed = self.stats.passed(info.key)
         if passed:
             peer, last = passed[-1]

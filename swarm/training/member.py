@@ -183,15 +183,12 @@ class TrainingMember:
         received = self._totals.received(traffic.received)
         diagnosis = self.sync.diagnosis
         rejections = self._screen.rejections()
-        # By its key: of several fragments in flight one may begin before another is over.
-        odd = len(info.members) < 2 and self.exchange.stats.of(info.key).left_out
-        why = diagnosis.met(info, self._model, self._opt.fragments, odd=odd)
+        why = diagnosis.met(info, self._model, self._opt.fragments)
         report = RoundReport(
             sent,
             received,
             wait_s,
             rejections,
-            odd,
             why,
             diagnosis.own_error(info),
         )

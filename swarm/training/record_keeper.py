@@ -39,8 +39,6 @@ class RoundReport:
     wait_s: float
     """Seconds that training stood still for the exchange."""
     rejected: list[RejectedUpdate]
-    odd: bool = False
-    """True without a partner because the number of peers was odd."""
     why: str = ""
     """Why the round had no partner, for people; nothing if it had one."""
     error: str = ""
@@ -89,8 +87,6 @@ class RecordKeeper:
             self._counts["with_partner"] += 1
         elif report.error:
             self._counts["failed"] += 1
-        elif report.odd:
-            self._counts["left_out"] += 1
         elif not report.rejected and not self._membership.manifest.outer.alone:
             self._counts["without_partner"] += 1
 

@@ -91,7 +91,7 @@ class Progress(Group):
 class Exchanges(Group):
     """What became of the exchanges: in a round one for each fragment.
 
-    ``ended`` is the sum of those with and without a partner, left out, failed, and of those whose
+    ``ended`` is the sum of those with and without a partner, failed, and of those whose
     contribution was refused; a method without partners has none of these.
     """
 
@@ -102,8 +102,6 @@ class Exchanges(Group):
     """Exchanges in which a partner's contribution was committed."""
     without_partner: Count = 0
     """Exchanges with nobody, for the reason ``why``."""
-    left_out: Count = 0
-    """Exchanges with nobody because the number of members was odd, which is no fault."""
     failed: Count = 0
     """Exchanges that an error of this node's own code ended."""
     late: Count = 0

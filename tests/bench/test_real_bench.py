@@ -228,7 +228,7 @@ END = {
     "progress": {"step": 40},
     "loss": {"held_out": 2.0},
     "link": {"bytes_sent": 500},
-    "exchanges": {"wait_s": 4.0, "without_partner": 1, "left_out": 0, "with_partner": 3},
+    "exchanges": {"wait_s": 4.0, "without_partner": 1, "with_partner": 3},
     "wall_s": 33.0,
     "interrupted": False,
 }

@@ -257,7 +257,6 @@ def test_events_as_prometheus_sees_them(endpoint):
         ("shoal_exchanges_ended_total", ()): 2.0,
         ("shoal_exchanges_with_partner_total", ()): 1.0,
         ("shoal_exchanges_without_partner_total", ()): 1.0,
-        ("shoal_exchanges_left_out_total", ()): 0.0,
         ("shoal_exchanges_failed_total", ()): 0.0,
         ("shoal_exchanges_late_total", ()): 1.0,
         ("shoal_exchanges_lag_steps", ()): 7.0,

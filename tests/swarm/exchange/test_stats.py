@@ -93,7 +93,6 @@ def noted(stats, key):
     """Note one of everything for exchange ``key``."""
     stats.caught(key, "trial", RuntimeError("planted"))
     stats.failed(key, "a", "timeout")
-    stats.left_out(key)
     stats.pass_over(key, ["b"], ["b"])
 
 
@@ -104,7 +103,7 @@ def test_exchange_has_its_own_report_only():
         stats.begin(key(round))
     noted(stats, key(1))
     assert stats.of(key(1)) == ExchangeNotes(
-        "RuntimeError: planted", [("a", "timeout")], True, {"b": True}
+        "RuntimeError: planted", [("a", "timeout")], {"b": True}
     )
     assert stats.of(key(0)) == stats.of(key(2)) == ExchangeNotes()
     assert stats.passed(key(0)) == []
@@ -133,7 +132,7 @@ def test_what_exchanges_met_is_bounded():
     for round in range(2 * WINDOW):
         noted(stats, key(round))
     assert stats.of(key(WINDOW - 1)) == ExchangeNotes()
-    assert stats.of(key(WINDOW)).left_out
+    assert stats.of(key(WINDOW)).passed
 
 
 def test_being_turned_down_is_over_with_the_first_exchange():

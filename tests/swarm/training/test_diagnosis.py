@@ -137,7 +137,6 @@ def alone():
         *others,
         kind=None,
         passed=False,
-        odd=False,
         fragments=1,
         error=None,
         ahead=None,
@@ -152,7 +151,7 @@ def alone():
             stats.failed(key, BERT, kind)
         if passed:
             stats.pass_over(key, [BERT], [BERT] if passed == "slow" else [])
-        diagnosis.met(RoundInfo(key, (ME, *others), 10, 0), MODEL, fragments, odd=odd)
+        diagnosis.met(RoundInfo(key, (ME, *others), 10, 0), MODEL, fragments)
         return [said for topic, said in diagnosis.news() if topic == about]
 
     return SimpleNamespace(
@@ -210,32 +209,23 @@ def test_partial_failure_is_not_training_alone(alone):
 
 
 @pytest.mark.parametrize(
-    ("kind", "odd", "there", "alone_in_the_end"),
-    [("timeout", False, True, True), (None, True, True, False), ("timeout", False, False, False)],
+    ("kind", "there", "alone_in_the_end"), [("timeout", True, True), (None, False, False)]
 )
-def test_rounds_without_others_end_alone(alone, kind, odd, there, alone_in_the_end):
-    """Mutants: a node that nobody has joined ended badly; so did the odd one out; one round is
-    enough.
-    """
+def test_rounds_without_others_end_alone(alone, kind, there, alone_in_the_end):
+    """Mutants: a node that nobody has joined ended badly; one round is enough."""
     if not there:
         alone.members.clear()
-        kind = None
     for _ in range(ALONE_ROUNDS - 1):
-        alone.exchange(kind=kind, odd=odd)
+        alone.exchange(kind=kind)
     assert alone.trained_alone(1) == ""
-    alone.exchange(kind=kind, odd=odd)
+    alone.exchange(kind=kind)
     assert bool(alone.trained_alone(1)) == alone_in_the_end
 
 
-def test_partnerless_rounds_are_said_once(
-    alone,
-):
-    """Mutants: said from the first round, in each, or never again; the rounds with an odd number
-    count, or end the row.
-    """
+def test_partnerless_rounds_are_said_once(alone):
+    """Mutants: said from the first round, in each, or never again."""
     told = [alone.exchange(kind="timeout") for _ in range(ALONE_ROUNDS - 1)]
-    told.append(alone.exchange(odd=True))
-    assert told == [[]] * ALONE_ROUNDS
+    assert told == [[]] * (ALONE_ROUNDS - 1)
     assert alone.exchange(kind="timeout") == [
         "3 rounds in a row had no partner (bert did not answer in time), and training goes on "
         "without; its machine or its link is too slow, or asleep: free it, or leave it out"
