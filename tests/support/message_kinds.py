@@ -133,6 +133,7 @@ COMMON = {
     "env_config": b"",
     "finish": ("stop",),
     "address": "1.2.3.4",
+    "topics": ("status/2",),
     "token": bytes(16),
     "kernel": "k",
     "policy": "tiny",
