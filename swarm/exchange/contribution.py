@@ -1,8 +1,6 @@
 """One peer's contribution to a round, and the attempt to have it averaged: what it sends, what came
 of it, what judges the others.
 
-Its bytes are encoded once, or made from the tensors chunk by chunk as they are read.
-
 The training thread holds a round that runs on the host's loop by its `ExchangeHandle`.
 `ExchangeStats` counts what failed. Its kinds of failures, as seen by the node that counts them:
 

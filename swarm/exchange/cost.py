@@ -1,24 +1,10 @@
 """What an exchange costs, as formulas: bytes, seconds, and how much of its time a node computes.
 
-No torch, no clock.
+    work = Work("pair", nbytes=10**9, params=10**9, peers=8, every=50, step_s=1.0)
+    forecast(work, Line(rate=12.5e6, round_trip=0.05)).utilisation    # 0 to 1
 
-    payloads that leave     = 1 for the partner of a pair; n - 1 of who gathers with n members;
-                            2 (n - 1) / n of who all-reduces float32 with them, as in a ring
-    seconds of an exchange  = round trips x round trip + the longer of bytes / PACED / rate and
-                            bytes / rate + bytes x HANDLING
-    utilisation             = computing / (computing + at hand + waiting)
-
-Bytes are always those that leave a peer, never the payload that it hands to an exchange once. To
-compare methods they are counted for a parameter and an inner step (`per_param_step`), beside an
-all-reduce of float32 gradients at every step by as many peers (`times_fewer`).
-
-*At hand* is what the training thread itself does in a round: copies, codecs, the outer step. It
-*waits* for what is not there when it is to be applied: for all of an exchange without a lag, for
-what exceeds the lag with one, and for what the link cannot carry in a round in any case.
-`ROUND_TRIPS` count everything that a longer way delays: the stream, offer and answer, the commit,
-and TCP and its flow control until they fill the link, which are most of them. With the longest lag,
-a round, the latest fragment decides how long a round is. The constants are fitted to exchanges that
-were measured by bench/overlap.py, and a test compares the formulas with its figures.
+Bytes are always those that leave a peer, never the payload that it hands to an exchange once. The
+formulas, and what they are fitted to: docs/internals.md, "What an exchange costs".
 """
 
 from __future__ import annotations

@@ -1,79 +1,13 @@
-"""The protection against updates that are well formed and hostile: those too far away are refused,
-the others clipped.
+"""The protection against updates that are well formed and hostile: ``DistanceScreen``.
 
-**Rejection** (``outer.robust``: distance; because of newcomers, below, not by default). A
-contribution is refused if it lies more than ``suspect`` times as far from the own one as the last 8
-did in the median. Refused means that the exchange does not count: a pair goes apart, each with its
-own step whole, and a group goes on without that member. An honest peer must not be refused:
+    screen = DistanceScreen(robust="clipped-gossip", suspect=0)
+    screen.problem(key, own, peer, theirs)    # why the contribution of ``peer`` is refused, or None
+    screen.mean(me, fragment, contributions)  # the robust mean of those that passed
 
-* The first rounds. Until 12 distances are known no distance is usual: with gossip and a warm-up
-  they grow in 5 rounds to 3 times their median. Until then the bound is the own contribution's
-  norm, times 1.5 where weights travel (a peer from the same start is nearer than that; minus the
-  weights is at 2) and times 4 for pseudo-gradients (peers may have made different numbers of
-  steps).
-* A newcomer. Its inner optimizer begins anew, so its first contribution may be many times as far as
-  usual; refused, it goes on alone, and is further away in the next round. A swarm that others join
-  should rather clip (``outer.robust``) than refuse.
-* A bound that grows. A refused contribution counts as 1.5 times the usual distance, so when all
-  distances grow for good (a larger learning rate) the bound grows by half in 5 rounds; a minority
-  cannot widen it. A warm-up grows slower than the bound.
-* A pseudo-gradient within the own one's norm. Its effect is bounded by that, however alike the
-  others were so far.
-* Distances of 0, among peers that all stand still, say nothing about how far they will be once they
-  move: they are not counted.
-
-A peer that trained without partners for long may be refused where weights travel: its weights are
-far from everybody's, and nothing distinguishes it from a hostile one. It must take over the swarm's
-weights, as a newcomer does.
-
-**Robust rules** (``outer.robust``). ClippedGossip (pairs) and CenteredClip (groups) of
-`shoal.optim.exchange.robust_shares` limit the influence of a contribution that passed. Their cost:
-
-* *Pairs*: each side clips by its own radius, ``times`` the median of the distances that it saw, so
-  partners no longer hold the same mean, and the mean over all peers is conserved only in exchanges
-  that neither clips (or both by the same factor). Where neither clips, both get the bits of the
-  plain mean. In a node's first 5 rounds nothing is clipped.
-* *Groups*: every member computes the same from the same payloads, so all hold the same bits, as
-  before; but the result is not the mean, and payloads are gathered, never all-reduced. Rules that
-  ask for their own share in the mean (eager) get an equal one.
-
-**Loss** (``outer.check_loss``). What is not too far away is tried on data (`LossCheck`), where
-partners send weights. With clipped-gossip one that makes the loss too high is clipped to nothing:
-the exchange counts, and the partner may take this node's weights. A partner whose data is unlike
-the others' is not left behind so.
-
-**Newcomers** (clipped-gossip). What a peer counts at most depends on what it has shown to this
-node. A key costs nothing, so a hostile peer can come under a new one as often as it likes. A peer
-is a newcomer until 3 of its contributions counted here, or it has been in view for 32 exchanges of
-this node. Its contribution counts at most half as much as another's, and the more newcomers of one
-address range counted in the last 16 exchanges, the less each: 1/2, 1/4, 1/6 ... of it. However many
-keys come from a range, in 16 exchanges they have at most the influence of 1.7 contributions of
-known peers, and of .5 if they go on.
-
-Nobody is a newcomer to a node that has done fewer than 32 exchanges: to one that has just come all
-others are new.
-
-The robust rules count all members alike: a stated weight is an unchecked claim, which the plain
-mean bounds (`counted_weights`).
-
-**The loss, in detail** (`LossCheck`). A pair has no majority, and the distance of two sets of
-weights says nothing about their direction: learning with the sign reversed, or an old state sent
-again, lies no farther away than an honest peer's weights. The loss tells them apart. The idea is
-Zeno's (Xie et al., 2019, 1805.10032), which ranks many gradients at a server; here each peer tries
-its one partner, on batches that no other peer knows.
-
-A contribution is refused if the mean of both sets of weights has a higher loss than the own
-weights, by more than 6 times the median of what the last 16 partners changed, or the partner's own
-weights have, by more than 8 times. Until 5 are known the bounds are 5 % and 10 % of the loss, and
-they are never below 1 % and 2 %. A refused one counts as 1.5 times the usual, so that a few hostile
-partners cannot widen the bounds. A peer whose own weights are bad refuses nobody who is better.
-
-A peer that learns from data unlike the others' finds all of them bad, and would go on alone, ever
-further away. So a peer that refused 6 of the last 8 assumes that it is the outlier until it is
-fewer. With a quarter of all peers hostile that happens by chance in one exchange of a hundred, and
-soon to a peer whose data is unlike. The outlier takes its partners as they are: it refuses those
-with whom its loss rises by more than twice the median of the last 8, or beyond twice the least of
-its own last 16 losses.
+It refuses updates that lie too far from the node's own (``suspect``), or limits the influence of
+each (``robust``; the shares are computed in `shoal.optim.exchange.robust_shares`). `LossCheck`
+tries a partner's weights on data, and `Newcomers` limits peers that have shown nothing yet. Why,
+and what each costs: docs/internals.md, "Robust means".
 """
 
 from __future__ import annotations
