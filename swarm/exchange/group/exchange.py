@@ -1,29 +1,16 @@
 """The exchange with a group over libp2p: `shoal.optim.Exchange` for methods that want the mean of
 many peers.
 
-See `leader` for the leader's side and `reduction` for the bytes. Several rounds may be in flight at
-once, one for each fragment.
+A member does this in a round; several rounds may be in flight at once, one for each fragment:
 
-A member does this in a round: find the leader, join a group, collect contributions, apply the
-decision.
+    find the leader   the first in the order of (seed, round, peer id) that answers
+    join              send it a signed ready message; it forms the group (`leader`)
+    collect           the contributions, by gathering or by an all-reduce (`reduction`)
+    apply             the leader's signed decision
 
-The leader of a round follows from (seed, round, peer id), so no message is needed to agree; a
-leader that does not answer within moments is passed over for the next in order. Guarantees:
-
-1. A member ends with the mean of one set of contributions that the leader decided on, or with its
-   own alone; never with a mixture: received bytes stay in scratch and become the result in one
-   assignment.
-2. All members that take a mean take the same one: its set is in the leader's signed decision, and a
-   member takes it only if it holds all of it and its own contribution is in it. A member that died
-   meanwhile may be in the mean or not, the same for all.
-3. The leader decides only after every remaining member has reported what it holds whole, and never
-   for fewer than two.
-4. If the leader dies before it decides, everybody goes on with its own contribution. A member that
-   loses its channel to it asks it, and the other members, for the decision once more. They disagree
-   in one case only: the leader decided, and a member that holds everything can reach neither it nor
-   a member that knows the decision before its second is over (or was ordered to leave in that
-   moment). Then that member goes on with its own contribution, one whole outcome like the others'.
-   No protocol can do better: this is the two generals' problem.
+It ends with the mean of one set of contributions, that of the decision, or with its own alone,
+never with a mixture: received bytes stay in scratch and become the result in one assignment. What
+holds if members or the leader die: docs/internals.md, "The decision of a group".
 """
 
 from __future__ import annotations
@@ -171,15 +158,12 @@ class GroupExchange(ExchangeBase):
     Args:
         context: the node and its swarm; its host serves the group's protocols from now on.
         timeouts: how long a round, and the parts of it, may take.
-        fragments: fragments that are sent in turn, each with the next round's number; 1 unless the
-            schedule streams.
-        max_group: largest group; if more are ready they are divided into several (one of which may
-            be larger by one).
+        fragments: sent in turn, each with the next round's number.
+        max_group: largest group; more members are divided into several (one may have one more).
         follow: move a contribution that comes too late to the swarm's round. False for what belongs
-            to its round only, as SPARTA's masks do: then the round has no partner, and only
-            ``next_round`` follows.
+            to its round only, as SPARTA's masks do: then only ``next_round`` follows.
         screen: decides which gathered contributions are refused and what the mean is. One that
-            ``gathers`` takes no part in an all-reduce, whoever leads, and leads none.
+            ``gathers`` takes part in no all-reduce.
         view, time: who is waited for and for how long, if not as in rounds of training.
         protocols: those of this exchange.
 
@@ -350,9 +334,8 @@ class GroupExchange(ExchangeBase):
                         "group led here."
                     )
                 barred = self._view.barred(group.members) if before is None else ()
-                if (
-                    barred
-                ):  # the next leader may know better; a member barred later ends what it has begun
+                # The next leader may know better; a member barred later ends what it has begun.
+                if barred:
                     raise MessageError(
                         f"a group from peer {short(leader)} was refused: its member "
                         f"{short(barred[0])} is banned."
@@ -534,17 +517,15 @@ class GroupExchange(ExchangeBase):
                 others = set(group.at(mean)) - {self._context.me}
                 attempt.stats.done(attempt.handed_in, others, loop.time() - began)
                 self.evidence.met(others, attempt.key.round)
-                await asyncio.to_thread(
-                    outcome
-                )  # now, for until training asks for it all payloads would be held
+                # Now, for until training asks for it all payloads would be held.
+                await asyncio.to_thread(outcome)
         return None
 
     def _account(self, reduction: Reduction, key: RoundKey, hold: _Hold) -> None:
         """Note how long training has waited for each member of the group."""
         now = asyncio.get_running_loop().time()
-        if (
-            hold.since is None or now - hold.since > 2 * hold.budget
-        ):  # this node itself slept meanwhile
+        # Beyond twice the budget this node itself slept meanwhile.
+        if hold.since is None or now - hold.since > 2 * hold.budget:
             return
         came = dict.fromkeys(sorted(hold.unheard), now) | dict(reduction.arrived)
         each = {peer: (max(at - hold.since, 0.0), at - hold.began) for peer, at in came.items()}

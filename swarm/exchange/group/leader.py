@@ -1,26 +1,19 @@
 """The leader of a round: it collects the peers that are ready, forms groups of them, and lets each
 group decide.
 
-A peer leads a round because of its rank in it (`LivenessView.order`), in its event loop alone:
-whether its own training has come to that round does not matter, because its own contribution joins
-like any other, over a memory link.
+A ready message is answered, and so is the leader's question where a missing peer is (a probe):
 
-The group of a round is formed as soon as all members in view are ready; or the patience of one of
-them is over, or two have waited for as long as others are worth (`TrainingTime.forming`).
-One alone is let go once all others have left or are passed over. A later peer gets the leader's
-next round as an answer. Nor is a peer waited for whose record states a later round: it went on
-alone, and would be waited for in each round anew while it waits in the next.
+    noted       you are waited for, or I may still come
+    passed      that round is over here; go on to ``round``
+    elsewhere   I wait at another leader, whose addresses these are
+    busy        too many wait here, or you do already, or you held training for too long
+    refuse      our contributions differ in this, or you are barred
 
-A peer that is missing after a moment is asked where it is, and again after twice as long. One that
-is gone does not answer, and is not waited for. Views differ for a moment, so it may wait at another
-leader, or lead itself: whoever waits here goes to that leader if it comes first in the round's
-order. It may also have ended the round without this node: once all others have, whoever waits here
-alone goes on to their round. Without these answers two that lead wait for each other until their
-patience is over.
+`GroupLeader` collects, `GroupCommit` takes one group from its forming to its decision, and
+`DecisionLog` keeps signed decisions for members that lost their channel and ask again.
 
-From a formed group to its decision (`GroupCommit`) the leader collects each member's report,
-decides once, and informs all. The decision, as the leader signed it, is kept for members that lost
-their channel to it and ask again.
+For whom a leader waits, and what two leaders of one round do: docs/internals.md, "For whom a leader
+waits".
 """
 
 from __future__ import annotations

@@ -1,24 +1,13 @@
-"""A group's two reductions, and the streams between its members.
+"""A group's two reductions, and the streams between its members (`PeerStreams`).
 
-**By gathering** (`AllGather`) every member sends its payload to every other, and each computes the
-same mean from the same bytes. This costs a node as many payloads as there are other members, in
-either direction, and works with every codec, because the mean is of the decoded tensors. Received
-bytes stay in scratch of exactly the own payload's size until their digest, their form and their
-finiteness are checked; then they are held whole, and stay as small as they came.
+    AllGather   every member sends its payload to every other, and each computes the same mean from
+                the same bytes; for every codec
+    AllReduce   a butterfly: every member averages one share of the values for all; for plain floats
+                and four members or more, all or nothing
 
-**By a butterfly all-reduce** (`AllReduce`), for plain floats, every member averages one share of
-the values for all. This costs a node about two payloads in either direction, however large the
-group is, and gathering one for each other member. As in hivemind's, every member sends each other
-one that one's share, in parts, and gets the averages back as they are made:
-
-* Type, number, sizes and weight of the parts follow from what the group signed, so a member cannot
-  state others.
-* Averages are sent back, as float32, and not differences: a member that adds a difference to its
-  own value rounds otherwise than the next one, so the members would drift apart. Averages have the
-  same bits everywhere.
-* Parts are summed in the order of peer ids, so two runs have the same bits.
-* It is all or nothing: a member that is lost, a failed part, or a mean that is not finite ends the
-  attempt.
+`GroupExchange` runs either: ``run`` moves the bytes, ``places`` says whose contributions are held
+whole, and ``result`` returns the mean that the leader decided on. What they cost, and why all
+members end with the same bits: docs/internals.md, "Gathering and all-reduce".
 """
 
 from __future__ import annotations
@@ -56,11 +45,9 @@ if TYPE_CHECKING:
     from shoal.swarm.p2p.host import Host
 
 PAYLOAD_PROTOCOL = "/shoal/group-payload/1"
-WINDOW = (
-    256 << 10
-    # bytes that a new stream takes at once; a kept one only what its window has left, unless more
-    # have widened it
-)
+# bytes that a new stream takes at once; a kept one only what its window has left, unless more have
+# widened it
+WINDOW = 256 << 10
 MAX_HELD = 64  # callers from groups that this node does not know yet
 
 
@@ -206,9 +193,8 @@ class Gathered:
             return self._means[0]
 
     def _tensors(self, payload: Tensor) -> Iterator[Tensor]:
-        yield from self.mine.codec.decode(
-            payload, self.mine.shapes
-        )  # one peer's after the other's, to hold one at a time
+        # One peer's after the other's, to hold one at a time.
+        yield from self.mine.codec.decode(payload, self.mine.shapes)
 
 
 class AllGather:
@@ -244,9 +230,8 @@ class AllGather:
             for moving in self._moving.values():
                 moving.cancel()
             if self._moving:
-                await asyncio.wait(
-                    self._moving.values()
-                )  # afterwards nothing refers to the own payload any more
+                # Afterwards nothing refers to the own payload any more.
+                await asyncio.wait(self._moving.values())
 
     def places(self) -> int:
         """Return the members whose contributions are held whole, as bits."""

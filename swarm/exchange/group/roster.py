@@ -85,9 +85,8 @@ class LivenessView:
         """
         self._silent = self._unrenewed(self._silent)
         last = self._silent.keys() | ({self._context.me} if self.doubted else set())
-        return sorted(
-            order(seed, round, self.hoped(round)), key=lambda peer: peer in last
-        )  # sorted keeps the order of equals
+        # `sorted` keeps the order of equals.
+        return sorted(order(seed, round, self.hoped(round)), key=lambda peer: peer in last)
 
     def mark_absent(self, peers: Iterable[str]) -> None:
         """Note peers that did not come or died in the middle: rounds would wait for them until

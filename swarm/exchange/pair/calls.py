@@ -248,16 +248,13 @@ class PairState:
             held,
         )
         over: dict[str, int] = {}
-        if (
-            stream.is_trial and given_up
-        ):  # a slow way that both tried costs a round, and is not the peer's cost
+        # A slow way that both tried costs a round, and is not the peer's cost.
+        if stream.is_trial and given_up:
             pairing.broken = True
             return None
-        if (
-            (received is not None or given_up)
-            and held < 2 * longest + called
-            and not stream.is_trial
-        ):  # else broken off, or this one slept
+        has_ended = received is not None or given_up
+        # Otherwise it was broken off, or this node slept.
+        if has_ended and held < 2 * longest + called and not stream.is_trial:
             took = loop.time() - began
             over = self.time.spent(
                 stream.peer_id,
@@ -423,9 +420,8 @@ class HeldCalls:
             if incoming is not None:
                 self._receiving[fragment] -= 1
             places.free(stream)
-            if (
-                not places.peers and self._places.get(fragment) is places
-            ):  # not if this call gave way, and others came and went
+            # Not if this call gave way, and others came and went.
+            if not places.peers and self._places.get(fragment) is places:
                 del self._places[fragment]
             await stop(gone)  # only one may read from a stream
 
@@ -466,14 +462,11 @@ class HeldCalls:
 
 
 PROBE_S = 1.0  # seconds for a candidate other than the partner to answer
-HELD_S, ANSWERED_S = (
-    1.0,
-    0.1,
-)  # seconds without an answer, after which a partner is late; and beyond two round trips, if known
-QUIET, PROBED = (
-    0.25,
-    0.75,
-)  # of the silence that ends a transfer: until a peer that holds a call is probed, and for that
+HELD_S = 1.0  # seconds without an answer, after which a partner is late
+ANSWERED_S = 0.1  # the same beyond two round trips, where these are known
+# of the silence that ends a transfer: until a peer that holds a call is probed, and for that
+QUIET = 0.25
+PROBED = 0.75
 
 
 class Unanswered(NetworkError):
@@ -524,9 +517,8 @@ class Caller:
             )
             return await open_unless(pairing.called, opening)
         except NetworkError as error:
-            if (
-                error.reason != "timeout" or seconds >= PROBE_S
-            ):  # what was left of a search is no time to open a stream in
+            # What was left of a search is no time to open a stream in.
+            if error.reason != "timeout" or seconds >= PROBE_S:
                 self._state.selector.failed(peer)
             raise
 
@@ -570,9 +562,8 @@ class Caller:
                     )
                 answered = await self._answered(stream, pairing, max(until - loop.time(), 0.01))
             except NetworkError as error:
-                if (
-                    self._state.rounds.overlap and error.reason == "timeout"
-                ):  # it is behind, and costs no training
+                # It is behind, and costs no training.
+                if self._state.rounds.overlap and error.reason == "timeout":
                     return None
                 raise Unanswered(str(error), error.reason) from (
                     None if error.reason == "broken" else error
@@ -622,9 +613,8 @@ class Caller:
                 probe = asyncio.ensure_future(
                     self._state.transfers.probe(stream.peer_id, chunk * PROBED)
                 )
-                probe.add_done_callback(
-                    lambda done: done.cancelled() or done.exception()
-                )  # retrieved
+                # The error of a probe that nobody waits for any more is retrieved.
+                probe.add_done_callback(lambda done: done.cancelled() or done.exception())
                 try:
                     await first_of(answer, probe)
                     if not answer.done():
@@ -687,15 +677,12 @@ class CallAnswerer:
         patience = self._state.timeouts.chunk
         try:
             offer = await receive_offer(stream, patience)
-        except (
-            MessageError
-        ) as error:  # most likely another version: tell the peer, whose user can mend it
-            await stream.send(
-                pack(
-                    Answer(verdict="refuse", reason=str(error), round=self._state.rounds.next_round)
-                ),
-                patience,
+        except MessageError as error:
+            # Most likely it has another version: tell the peer, whose user can mend it.
+            refusal = Answer(
+                verdict="refuse", reason=str(error), round=self._state.rounds.next_round
             )
+            await stream.send(pack(refusal), patience)
             return False
         pairing, answer, incoming = await self._judge(stream, offer)
         if pairing is None:
@@ -743,9 +730,8 @@ class CallAnswerer:
                 stream, pairing, offer, caller=False, incoming=incoming
             )
         except Withdrawn as error:
-            if (
-                peer not in pairing.withdrawn
-            ):  # nobody's failure: its call and its going on crossed the answer
+            # Nobody's failure: its call and its going on crossed the answer.
+            if peer not in pairing.withdrawn:
                 pairing.withdrawn.add(peer)
                 return None
             pairing.attempt.failed(peer, error)
@@ -774,9 +760,8 @@ class CallAnswerer:
         def instead() -> int | None:
             return state.rounds.instead(offer.round, offer.fragment, state.at(offer.fragment))
 
-        if self._context.is_barred(
-            peer
-        ):  # it is no member here, and must not be taken for a newcomer
+        # It is no member here, and must not be taken for a newcomer.
+        if self._context.is_barred(peer):
             return reply("refuse", BARRED)
         if peer not in self._context.members() and peer not in self._context.known():
             # a newcomer: the sooner it is known here, the sooner it gets partners
@@ -804,9 +789,8 @@ class CallAnswerer:
             return reply("busy", "this node is through with that round")
         if late is None and (pairing is None or pairing.key.round != offer.round):
             pairing, incoming = await self._held.hold(stream, offer)
-            taken = (
-                pairing is not None and pairing.phase.outcome is not None
-            )  # the round may have been given up just now
+            # The round may have been given up just now.
+            taken = pairing is not None and pairing.phase.outcome is not None
             if not taken and (late := instead()) is None:
                 state.turn_away(peer, offer.round, offer.fragment)
                 return reply("busy", "this node did not come to that round in time")

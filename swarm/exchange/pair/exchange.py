@@ -1,56 +1,21 @@
-"""The exchange with one partner over libp2p: `shoal.optim.Exchange` with strangers over the
-internet.
+"""The exchange with one partner over libp2p: `shoal.optim.Exchange` with strangers.
 
-See `shoal.swarm.exchange.pair.calls` for the calls and their answers, `transfer` for the bytes and
-the commit, and `shoal.swarm.exchange.contribution` for the training thread's side. Several meetings
-may be under way at once, one for each fragment.
+    exchange = PairExchange(context, timeouts)
+    mean = exchange.start(contribution).result()     # None if nobody was met
 
-The matchmaking is of peers that finish a round at different times, without a coordinator and
-without waiting for the dead.
-
-Each peer computes its partner of the round (`shoal.optim.exchange.pairing`) and calls it. A call is
+Each peer computes its partner of the round, or two (`selector`), and calls it (`calls`). A call is
 answered
 
     accept    I am at that round and free for you
     (held)    I am not at that round yet: the answer comes when I am
     wait      I am calling you myself, and of calls that cross, mine counts
-    busy      I am taken, or about to call somebody else
+    busy      I am with another, or through with that round, or did not come to it in time
     passed    I am beyond that round; my next one is ``round``
-    refuse    our contributions differ, and this is the difference, or the caller is barred: it will
-              not work in any round
+    refuse    our contributions differ in this, or you are barred
 
-A call goes over the stream of an earlier one, if there is one (`KeptStreams`). There the caller
-whose call counts sends its payload with the offer, before the answer; the other one does when
-silence says that its partner is late. A node that is late finds the payload received (`HeldCalls`).
-
-When partners call each other at the same moment, the call of the peer with the lower rank in the
-round counts, once its stream is open; the other waits for it. A peer whose partner is not available
-(busy, other view of the membership) tries the next candidates, then calls back those that it turned
-away meanwhile, then listens for a moment for other peers without a partner, then goes on without
-one. So of two free peers that called each other too early, neither listens before it has called the
-other again. If it knows beforehand that its partner is dead, it calls only peers that are free too,
-and goes on at once if there are none (`PairSelector`). If a transfer breaks off, or a partner is
-given up for its silence, it goes on at once, because the time of the round is spent. A peer that
-gets "passed" moves its contribution to the swarm's round and tries there: so a slow peer, or one
-that slept, meets the others again. Where training goes on meanwhile, nobody stands still for
-others, so peers of different speed do not keep in step by waiting. There a peer waits for its
-partner as long as it else would, then searches the candidates (one in rounds shorter than two such
-waits, if the partner lives) without haste, so that it is turned down by none that listens, calls
-back, and is free for all others of its round until training needs the outcome; and no peer moves to
-a round that nobody has begun (`PairRounds.through`). That somebody is late or taken is then no
-failure. The middle of a chain has two meetings, with two partners and one contribution
-(docs/internals.md, "An odd number of peers"). Each fragment is met by itself: a meeting sees the
-calls with its own fragment only, so several are under way at once, two of them with the same peer
-if the pairs fall so. Of one fragment a node is in one round at a time.
-
-Why no cycle of peers can wait for each other: a call is held only by a peer that has not come to
-its round, and what keeps that peer back is its training, or the end of its own earlier meeting with
-that fragment. Training waits for the meetings of one round at a time, which is earlier than all
-that it has yet to begin. So along a chain of peers that wait, the rounds fall, and the last one
-waits for nobody. A contribution that moved to a later round is the exception. But then its node's
-rounds move as a whole (`PairRounds`), so it lets go of the calls for rounds that it will not be in.
-Calls that cross are decided by rank, within one round of one fragment. Every wait also ends at the
-round's deadline.
+The bytes and the commit are in `transfer`, the training thread's side in
+`shoal.swarm.exchange.contribution`. Whom a peer calls, and why no peers wait in a circle:
+docs/internals.md, "A round in pairs".
 """
 
 from __future__ import annotations
@@ -104,20 +69,17 @@ from shoal.swarm.exchange.pair.transfer import Attempt, PairTransfer, PartnerCon
 from shoal.swarm.p2p.tasks import first_of, race, running, stop
 from shoal.swarm.wire.messages import Member
 
-TRIED = (
-    8  # candidates called in one round, so that a large swarm of busy peers is not called through
-)
+# candidates called in one round, so that a large swarm of busy peers is not called through
+TRIED = 8
 # of those in rounds that are short against the wait, if the partner lives: nearly all are with
 # theirs, or through
 OTHERS = 1
-SEARCH, SEARCH_S = (
-    0.15,
-    1.5,
-)  # part of the round's wait, and seconds at most, for all other candidates
-LINGER, LINGER_S = (
-    0.1,
-    1.0,
-)  # part of the round's wait, and seconds at most, that a free peer listens for others
+# part of the round's wait, and seconds at most, for all other candidates
+SEARCH = 0.15
+SEARCH_S = 1.5
+# part of the round's wait, and seconds at most, that a free peer listens for others
+LINGER = 0.1
+LINGER_S = 1.0
 # of the time from one round to the next, at most for either: after a short round there soon is
 # another partner
 WORTH = 0.1
@@ -222,9 +184,8 @@ class PairExchange(ExchangeBase):
             await self._end_second(pairing)
             if not attempt.outcomes():
                 self.evidence.missed()
-            if (
-                self.state.under_way.get(fragment) is pairing
-            ):  # one that was called off may end only after the next one has begun
+            # One that was called off may end only after the next one has begun.
+            if self.state.under_way.get(fragment) is pairing:
                 del self.state.under_way[fragment]
         return attempt.outcomes()
 
@@ -274,28 +235,23 @@ class PairExchange(ExchangeBase):
             self.held.release(pairing)
             if not order:  # the last one here, or a peer whose partner is dead while nobody is free
                 passed = () if partner is None else (partner,)
-                pairing.attempt.stats.pass_over(
-                    pairing.attempt.handed_in, passed, passed
-                )  # only who cost time is passed over for nobody
-                return (
-                    await self._listen(pairing, 0.0)
-                    if self.rounds.overlap and partner is not None
-                    else None
-                )
+                # Only who cost time is passed over for nobody.
+                pairing.attempt.stats.pass_over(pairing.attempt.handed_in, passed, passed)
+                if self.rounds.overlap and partner is not None:
+                    return await self._listen(pairing, 0.0)
+                return None
             moved = False
             queue, called_back, until = deque(order[:TRIED]), 0, deadline
             while queue or (pairing.turned_away and called_back < TRIED):
                 back = not queue
                 called_back += back
                 peer = pairing.turned_away.popleft() if back else queue.popleft()
-                if (
-                    self.rounds.overlap
-                ):  # a search costs no training, and two that listen to each other would never meet
+                # A search costs no training, and two that listen to each other would never meet.
+                if self.rounds.overlap:
                     left = PROBE_S if back or peer != partner else deadline - loop.time()
                 else:
-                    if (
-                        peer != partner and until == deadline
-                    ):  # most others are taken: not worth the round's whole wait
+                    # Most others are taken: not worth the round's whole wait.
+                    if peer != partner and until == deadline:
                         until = min(
                             loop.time() + min(wait * SEARCH, SEARCH_S, period * WORTH), deadline
                         )
@@ -323,14 +279,10 @@ class PairExchange(ExchangeBase):
                     break
                 if loop.time() >= deadline and not self.rounds.overlap:
                     return None
-                if (
-                    failing
-                    and pairing.needed.is_set()
-                    and loop.time() - called >= PROBED * self._timeouts.chunk
-                ):
-                    return (
-                        None  # its silence took the time that training waits for one that is gone
-                    )
+                silent_s = PROBED * self._timeouts.chunk
+                if failing and pairing.needed.is_set() and loop.time() - called >= silent_s:
+                    # Its silence took the time that training waits for one that is gone.
+                    return None
             if moved:
                 continue
             return await self._listen(pairing, min(deadline - loop.time(), linger))
@@ -413,9 +365,8 @@ class PairExchange(ExchangeBase):
             await pairing.until_called(until)
             is_called = pairing.called.is_set()
             received = await pairing.outcome(self._timeouts)
-            if (
-                received is not None or pairing.broken or not (is_called and self.rounds.overlap)
-            ):  # else the caller had gone on
+            # If none of these holds, the caller had gone on.
+            if received is not None or pairing.broken or not (is_called and self.rounds.overlap):
                 pairing.phase = Phase()  # nobody would wait for a call that is accepted now
                 return received
 

@@ -3,18 +3,10 @@
     partner, order = selector.of(round)          # whom to call, the partner first
     second = selector.second(round)              # of the middle of a chain
 
-Every partner follows from the members in the directory, where a dead peer stays for some seconds.
-Its partner of the round is free; all others are taken. So a node that cannot reach its partner also
-knows which peers are free, as far as it knows which are dead, and need not search among the others.
-It considers a peer dead from when it could not be reached until it calls, or issues another record.
-
-If the number of members is odd, one has no pair. It meets the middle of its chain
-(`shoal.optim.exchange.pairing`), which has two partners then and a meeting with each.
-
-A peer that wastes this node's rounds is passed over as if it were dead (`PassedOver`). The pairs of
-all others stay as they are. Those whose partners are passed over, and the one without a pair, meet
-each other: nodes that have seen the same failures agree about that. A node that would have to pass
-over all, and several, had more likely a fault of its own: it meets those that failed once.
+Partners follow from the members in view (`shoal.optim.exchange.pairing`). A peer counts as dead
+from when it could not be reached until it calls, or issues another record. One that wastes this
+node's rounds is passed over as if it were dead (`PassedOver`); the pairs of all others stay as they
+are. Who meets whom then: docs/internals.md, "A partner that is dead or passed over".
 """
 
 from __future__ import annotations

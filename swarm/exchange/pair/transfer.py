@@ -2,31 +2,20 @@
 or for neither.
 
 The *caller* opened the stream, the *callee* accepted. After the offers are agreed
-(`shoal.swarm.exchange.pair.exchange`):
+(`shoal.swarm.exchange.pair.calls`):
 
     both     send their payload and receive the other's into scratch, checking size, digest and
-             finiteness (the caller's may have come before its call was accepted; nothing of it
-             counts before it is verified as a whole)
+             finiteness
     callee   READY  -> caller      "I hold your whole contribution"
     caller   decides: commits      (or ABORT, if its own copy is not whole)
     caller   COMMIT -> callee      callee commits
+    callee   OUTCOME -> caller     only if no COMMIT comes: it asks once more, over a new stream
 
 With a codec for pairs READY and COMMIT name the blocks that their sender refused, which then count
 on neither side.
 
-Guarantees, whatever dies or is cut at whatever point:
-
-1. Each side ends with the whole pair or with its own contribution alone, never with a mixture: the
-   scratch becomes the result only at the commit, as a whole.
-2. Neither commits before both hold verified copies, and the callee commits only if the caller has:
-   the decision is one assignment in the caller's event loop.
-3. They can disagree in one case only: the caller decided, and the callee can reach it neither over
-   the stream nor by asking again over a new one (OUTCOME) before its time is up: the caller died or
-   the link broke while that one message was in flight (or the callee was ordered to leave, or gave
-   the exchange up, in that same moment). Then the caller holds the pair's mean and the callee its
-   own contribution. Each is one whole outcome; the swarm's mean moves by half the pair's difference
-   over the number of peers, once. No protocol can do better: this is the two generals' problem, and
-   the callee prefers its own weights to a guess.
+Each side ends with the whole pair or with its own contribution alone, and the callee commits only
+if the caller has. The one case in which the two disagree: docs/internals.md, "A lost COMMIT".
 """
 
 from __future__ import annotations
@@ -52,9 +41,8 @@ if TYPE_CHECKING:
     from shoal.swarm.p2p.host import Host
 
 OUTCOME_PROTOCOL = "/shoal/outcome/1"
-REMEMBERED = (
-    64  # outcomes remembered for callees that ask again, at once; each may name many refused blocks
-)
+# outcomes remembered for callees that ask again, at once; each may name many refused blocks
+REMEMBERED = 64
 # values a second, at least, that a partner decodes and verifies, also with more nodes than
 # processors
 VERIFIED = 3e6
@@ -165,9 +153,8 @@ class PairTransfer:
             known = (stream.peer_id, attempt.key.fragment)
             far = attempt.commit.received is not None and attempt.commit.received.far
             if far and known in self._met:
-                attempt.failed(
-                    stream.peer_id, "suspicious"
-                )  # what could be read counts, yet it is as good as turned down
+                # What could be read counts, yet it is as good as turned down.
+                attempt.failed(stream.peer_id, "suspicious")
             elif far:
                 attempt.stats.unread(attempt.handed_in, stream.peer_id)
             elif attempt.commit.received is not None:
@@ -278,9 +265,9 @@ class PairTransfer:
             ready = Ready(nonce=offer.nonce, sha256=offer.sha256, refused=received.bits)
             await stream.send(pack(ready), self._timeouts.chunk)
         except NetworkError:
-            raise _called_off(
-                await self._receive(stream, self._timeouts.chunk, Abort.LIMIT, Abort)
-            ) from None  # it may have sent its reason before
+            # It may have sent its reason before.
+            reason = await self._receive(stream, self._timeouts.chunk, Abort.LIMIT, Abort)
+            raise _called_off(reason) from None
         try:
             reply = await self._receive(stream, patience, _room(attempt), Commit, Abort)
             if isinstance(reply, Abort):
@@ -335,9 +322,8 @@ class PairTransfer:
             await stream.receive(OutcomeRequest.LIMIT, self._timeouts.chunk), OutcomeRequest
         )
         exchange = (stream.peer_id, request.nonce)
-        if (
-            exchange in self._undecided
-        ):  # the callee gives up, so it is aborted; a READY still in flight comes too late
+        # The callee gives up, so it is aborted; a READY still in flight comes too late.
+        if exchange in self._undecided:
             self._settle(exchange, "aborted")
         outcome: Literal["committed", "aborted", "unknown"]
         outcome, refused = self._outcomes.get(exchange, ("unknown", b""))
