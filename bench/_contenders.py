@@ -123,8 +123,8 @@ class Ours(Peer):
         self.swarm = self.exchange_of(context)
 
     def exchange_of(self, context: Any) -> Any:
-        from shoal.swarm.exchange.context import ExchangeTimeouts
         from shoal.swarm.exchange.pair.exchange import PairExchange
+        from shoal.swarm.exchange.timeouts import ExchangeTimeouts
 
         return PairExchange(context, ExchangeTimeouts(exchange=PATIENCE))
 
@@ -149,8 +149,8 @@ class Reduced(Ours):
     """One of a group of `GROUP`, which all-reduces float32."""
 
     def exchange_of(self, context: Any) -> Any:
-        from shoal.swarm.exchange.context import ExchangeTimeouts
         from shoal.swarm.exchange.group.exchange import GroupExchange
+        from shoal.swarm.exchange.timeouts import ExchangeTimeouts
 
         return GroupExchange(context, ExchangeTimeouts(exchange=PATIENCE))
 

@@ -150,9 +150,10 @@ class Ours(Method):
         self.exchange = self.make_exchange()
 
     def make_exchange(self) -> Any:
-        from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext
+        from shoal.swarm.exchange.context import PeerContext
         from shoal.swarm.exchange.group.exchange import GroupExchange
         from shoal.swarm.exchange.pair.exchange import PairExchange
+        from shoal.swarm.exchange.timeouts import ExchangeTimeouts
 
         context = PeerContext(self.host, self.identity, SWARM, "0" * 64, 0, lambda: self.members)
         timeouts = ExchangeTimeouts(30.0, 15.0, PATIENCE)

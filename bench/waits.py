@@ -31,8 +31,9 @@ from shoal.node.tasks.text import TextTask
 from shoal.node.training.inner_optimizer import make_inner
 from shoal.node.training.trainer import Trainer
 from shoal.optim import Alone, Exchange, OuterOptimizer
-from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext
+from shoal.swarm.exchange.context import PeerContext
 from shoal.swarm.exchange.pair.exchange import PairExchange
+from shoal.swarm.exchange.timeouts import ExchangeTimeouts
 from shoal.swarm.identity import Identity
 from shoal.swarm.p2p.host import Host
 from shoal.swarm.settings.outer import OuterSettings

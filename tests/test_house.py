@@ -179,7 +179,6 @@ MAX_EXAMPLE_LINES = 140
 # Longer since the layout at 100 columns, until it is written anew.
 LONGER = {
     "swarm/exchange/pair/calls.py": 900,
-    "swarm/exchange/context.py": 830,
 }
 MAX_DOCSTRING_WORDS = 150
 MAX_BRANCHES = 20
@@ -688,7 +687,8 @@ def check_exceptions(found, exceptions):
 
 def read():
     """Return the files of the product, but for those that are about to be replaced."""
-    return [file for file in PRODUCT if not relative(file).startswith("swarm/exchange/")]
+    replaced = ("swarm/exchange/group/", "swarm/exchange/pair/")
+    return [file for file in PRODUCT if not relative(file).startswith(replaced)]
 
 
 def test_docstrings_are_short():

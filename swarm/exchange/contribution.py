@@ -49,7 +49,10 @@ from shoal.optim.exchange.on_demand import OnDemand, slabs
 from shoal.optim.exchange.update_screen import TRUSTING, UpdateScreen
 from shoal.optim.parameters import AveragedParameters
 from shoal.swarm.errors import MessageError, NetworkError, printable
-from shoal.swarm.exchange.context import PairRounds, RoundEvidence, RoundTracker, TrainingTime
+from shoal.swarm.exchange.pair_rounds import PairRounds
+from shoal.swarm.exchange.round_evidence import RoundEvidence
+from shoal.swarm.exchange.round_tracker import RoundTracker
+from shoal.swarm.exchange.training_time import TrainingTime
 from shoal.swarm.internal_errors import InternalError, InternalErrors, Place, TrialError
 from shoal.swarm.p2p.newest import Newest
 from shoal.swarm.wire.envelope import (

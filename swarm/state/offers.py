@@ -16,7 +16,7 @@ from statistics import median_low
 from typing import TYPE_CHECKING
 
 from shoal.swarm.errors import NetworkError, ShoalError
-from shoal.swarm.exchange.context import LEAST_RATE
+from shoal.swarm.exchange.timeouts import LEAST_RATE
 from shoal.swarm.p2p.addresses import one_each, range_of
 from shoal.swarm.p2p.stream import short
 from shoal.swarm.state.download import Peer

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 from shoal.optim.codecs.base import Shape, all_finite
 from shoal.optim.codecs.floats import FLOAT32
 from shoal.swarm.errors import MessageError, NetworkError, ShoalError
-from shoal.swarm.exchange.context import LEAST_RATE
+from shoal.swarm.exchange.timeouts import LEAST_RATE
 from shoal.swarm.p2p.stream import short
 from shoal.swarm.state.download import ChunkSink, MemorySink, Peer, download, fetch_digests
 from shoal.swarm.state.offers import (

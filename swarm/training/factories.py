@@ -22,10 +22,11 @@ from shoal.optim import (
 from shoal.optim.outer.inner import Inner, check_inner
 from shoal.optim.outer.weights import Processes
 from shoal.swarm.errors import OuterError
-from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext
+from shoal.swarm.exchange.context import PeerContext
 from shoal.swarm.exchange.group.exchange import GroupExchange
 from shoal.swarm.exchange.pair.exchange import PairExchange
 from shoal.swarm.exchange.robust import DistanceScreen
+from shoal.swarm.exchange.timeouts import ExchangeTimeouts
 from shoal.swarm.membership.membership import Membership
 from shoal.swarm.settings.outer import MAX_GROUP, OuterSettings
 from shoal.swarm.wire.messages import Member

@@ -24,10 +24,12 @@ from shoal.optim.exchange.base import Contribution, Exchange, Handle, Mean, NoPa
 from shoal.optim.exchange.update_screen import TRUSTING, UpdateScreen
 from shoal.optim.outer.optimizer import OuterOptimizer
 from shoal.swarm.errors import NetworkError
-from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext, TrainingTime
+from shoal.swarm.exchange.context import PeerContext
 from shoal.swarm.exchange.group.exchange import GroupExchange, GroupProtocols
 from shoal.swarm.exchange.group.roster import LivenessView
 from shoal.swarm.exchange.robust import DistanceScreen
+from shoal.swarm.exchange.timeouts import ExchangeTimeouts
+from shoal.swarm.exchange.training_time import TrainingTime
 from shoal.swarm.membership.membership import Membership
 from shoal.swarm.p2p.stream import short
 from shoal.swarm.settings.outer import MAX_GROUP, OuterSettings

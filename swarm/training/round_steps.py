@@ -7,7 +7,7 @@ from statistics import median_low
 
 from shoal.optim import RoundLength, Seconds, Steps, Tokens
 from shoal.optim.schedule.agreed_seconds import USEFUL, agreed_seconds, bounded_speeds
-from shoal.swarm.exchange.context import FEW, QUICKER
+from shoal.swarm.exchange.round_evidence import FEW, QUICKER
 from shoal.swarm.membership.membership import Membership
 from shoal.swarm.p2p.addresses import of_ranges
 from shoal.swarm.settings.outer import OuterSettings

@@ -27,7 +27,7 @@ from shoal.node.checkpoint.writer import CheckpointWriter
 from shoal.optim import NoLoCo, RoundKey, codec_named
 from shoal.optim.exchange.base import Contribution
 from shoal.optim.exchange.update_screen import TRUSTING
-from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext, TrainingTime
+from shoal.swarm.exchange.context import PeerContext
 from shoal.swarm.exchange.group.exchange import GroupExchange
 from shoal.swarm.exchange.group.leader import DecisionLog
 from shoal.swarm.exchange.group.reduction import AllReduce
@@ -37,6 +37,8 @@ from shoal.swarm.exchange.pair.calls import HeldCalls
 from shoal.swarm.exchange.pair.exchange import PairExchange
 from shoal.swarm.exchange.pair.transfer import PairTransfer
 from shoal.swarm.exchange.robust import DistanceScreen
+from shoal.swarm.exchange.timeouts import ExchangeTimeouts
+from shoal.swarm.exchange.training_time import TrainingTime
 from shoal.swarm.identity import Identity
 from shoal.swarm.p2p.host import Host
 from shoal.swarm.state import chunk_server

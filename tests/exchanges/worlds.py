@@ -28,9 +28,11 @@ import torch.distributed as dist
 
 from shoal.optim import Faults, Simulation, partner_of
 from shoal.optim.exchange.pairing import order
-from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext, TrainingTime
+from shoal.swarm.exchange.context import PeerContext
 from shoal.swarm.exchange.group.exchange import GroupExchange
 from shoal.swarm.exchange.pair.exchange import PairExchange
+from shoal.swarm.exchange.timeouts import ExchangeTimeouts
+from shoal.swarm.exchange.training_time import TrainingTime
 from shoal.swarm.identity import Identity
 from shoal.swarm.p2p.host import Host
 from tests.support.records import member_of

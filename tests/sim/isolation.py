@@ -10,7 +10,7 @@ import logging
 from collections.abc import Iterator
 from unittest.mock import patch
 
-from shoal.swarm.exchange import context
+from shoal.swarm.exchange import kept_streams
 from shoal.swarm.exchange.group import exchange as group_exchange
 from shoal.swarm.exchange.group import reduction
 from tests.sim.clock import VirtualLoop
@@ -53,7 +53,7 @@ def isolated(loop: VirtualLoop) -> Iterator[ErrorCollector]:
         # rests, and payloads are small.
         with (
             patch.object(group_exchange, "connected", _connected),
-            patch.object(context, "KEPT_S", 5.0),
+            patch.object(kept_streams, "KEPT_S", 5.0),
             patch.object(reduction, "WINDOW", 0),
         ):
             yield errors

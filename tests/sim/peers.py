@@ -24,10 +24,11 @@ from shoal.optim.codecs.mod4 import Mod4Codec
 from shoal.optim.exchange.base import Contribution, Mean, RoundKey
 from shoal.optim.exchange.update_screen import UpdateScreen
 from shoal.optim.outer.optimizer import ROUNDS_PER_EXCHANGE
-from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext
+from shoal.swarm.exchange.context import PeerContext
 from shoal.swarm.exchange.contribution import ExchangeHandle
 from shoal.swarm.exchange.group.exchange import GroupExchange
 from shoal.swarm.exchange.pair.exchange import PairExchange
+from shoal.swarm.exchange.timeouts import ExchangeTimeouts
 from shoal.swarm.identity import Identity
 from shoal.swarm.wire.messages import Member
 from tests.sim.network import SimHost, SimNetwork, settled

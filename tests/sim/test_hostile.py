@@ -3,7 +3,8 @@ follows it, and it does no harm that lasts (`tests.sim.hostile`)."""
 
 import pytest
 
-from shoal.swarm.exchange.context import PairRounds, RoundEvidence
+from shoal.swarm.exchange.pair_rounds import PairRounds
+from shoal.swarm.exchange.round_evidence import RoundEvidence
 
 SEEDS, BLOCK, QUICK = 2000, 50, 50
 LATER = pytest.mark.slow(

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from shoal.optim.exchange.base import Mean
-from shoal.swarm.exchange.context import TrainingTime
 from shoal.swarm.exchange.group.leader import GroupCommit
 from shoal.swarm.exchange.group.reduction import AllGather, PeerStreams
 from shoal.swarm.exchange.pair.calls import Caller, HeldCalls
 from shoal.swarm.exchange.pair.exchange import Averaged, PairExchange
 from shoal.swarm.exchange.pair.transfer import PairTransfer, PartnerContribution
+from shoal.swarm.exchange.training_time import TrainingTime
 from shoal.swarm.p2p import stream
 from shoal.swarm.wire.envelope import seal, unseal
 from shoal.swarm.wire.messages import GroupDecision, GroupReply

@@ -6,8 +6,8 @@ from functools import cache
 
 import pytest
 
-from shoal.swarm.exchange.context import TrainingTime
 from shoal.swarm.exchange.group.roster import LivenessView
+from shoal.swarm.exchange.training_time import TrainingTime
 from tests.sim import peers
 from tests.sim.slow import rounds_of
 

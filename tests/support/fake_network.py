@@ -10,9 +10,10 @@ import torch
 from shoal.optim import FLOAT32, RoundKey
 from shoal.optim.exchange.base import Contribution
 from shoal.swarm.errors import NetworkError, ShoalError
-from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext
+from shoal.swarm.exchange.context import PeerContext
 from shoal.swarm.exchange.group.exchange import GroupExchange
 from shoal.swarm.exchange.pair.exchange import PairExchange
+from shoal.swarm.exchange.timeouts import ExchangeTimeouts
 from shoal.swarm.identity import Identity
 from shoal.swarm.internal_errors import InternalErrors
 from shoal.swarm.p2p.resource_manager import ResourceManager

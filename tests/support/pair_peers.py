@@ -6,8 +6,9 @@ import torch
 
 from shoal.optim import FLOAT32, RoundKey
 from shoal.optim.exchange.base import Contribution
-from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext
+from shoal.swarm.exchange.context import PeerContext
 from shoal.swarm.exchange.pair.exchange import PairExchange
+from shoal.swarm.exchange.timeouts import ExchangeTimeouts
 
 SWARM, MODEL, SEED = "a" * 52, "0" * 64, 0
 

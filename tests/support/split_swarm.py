@@ -9,9 +9,10 @@ import torch
 
 from shoal.optim import CO2, Alone, DiLoCo, NoLoCo, StreamingDiLoCo
 from shoal.swarm.errors import NetworkError
-from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext
+from shoal.swarm.exchange.context import PeerContext
 from shoal.swarm.exchange.group.exchange import GroupExchange
 from shoal.swarm.exchange.pair.exchange import PairExchange
+from shoal.swarm.exchange.timeouts import ExchangeTimeouts
 from shoal.swarm.membership.membership import NetworkOptions
 from shoal.swarm.settings.outer import OuterSettings
 from shoal.swarm.training.factories import make_screen

@@ -2,7 +2,7 @@
 
 import pytest
 
-from shoal.swarm.exchange import context
+from shoal.swarm.exchange import training_time
 
 
 @pytest.fixture(autouse=True)
@@ -11,4 +11,4 @@ def unhurried(monkeypatch):
     nothing.
     """
     for name in ("LEAST_S", "LATE_S"):
-        monkeypatch.setattr(context, name, 60.0)
+        monkeypatch.setattr(training_time, name, 60.0)

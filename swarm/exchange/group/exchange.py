@@ -26,7 +26,7 @@ from shoal.optim.codecs.mod4 import check_no_pair
 from shoal.optim.exchange.base import Contribution, RoundKey
 from shoal.optim.exchange.update_screen import TRUSTING, UpdateScreen
 from shoal.swarm.errors import MessageError, NetworkError
-from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext, RoundTracker, TrainingTime
+from shoal.swarm.exchange.context import PeerContext
 from shoal.swarm.exchange.contribution import (
     ExchangeAttempt,
     ExchangeBase,
@@ -57,6 +57,9 @@ from shoal.swarm.exchange.group.roster import (
     open_roster,
     ready_message,
 )
+from shoal.swarm.exchange.round_tracker import RoundTracker
+from shoal.swarm.exchange.timeouts import ExchangeTimeouts
+from shoal.swarm.exchange.training_time import TrainingTime
 from shoal.swarm.p2p.stream import Stream, short
 from shoal.swarm.p2p.tasks import first_of, stop
 from shoal.swarm.pacing.meter import TrafficMeter

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from shoal.optim.exchange.common_mean import common_mean
 from shoal.optim.exchange.pairing import order
 from shoal.swarm.errors import MessageError, NetworkError
-from shoal.swarm.exchange.context import PeerContext, RoundTracker, TrainingTime
+from shoal.swarm.exchange.context import PeerContext
 from shoal.swarm.exchange.contribution import BARRED
 from shoal.swarm.exchange.group.reduction import fits
 from shoal.swarm.exchange.group.roster import (
@@ -38,6 +38,8 @@ from shoal.swarm.exchange.group.roster import (
     difference,
     encode_roster,
 )
+from shoal.swarm.exchange.round_tracker import RoundTracker
+from shoal.swarm.exchange.training_time import TrainingTime
 from shoal.swarm.identity import Identity
 from shoal.swarm.p2p.newest import Newest
 from shoal.swarm.p2p.stream import Stream, short

@@ -31,10 +31,10 @@ from shoal.optim.exchange.averaging import mean_of
 from shoal.optim.exchange.base import Mean
 from shoal.optim.exchange.update_screen import UpdateScreen
 from shoal.swarm.errors import MessageError, NetworkError
-from shoal.swarm.exchange.context import ANSWERED, KeptStreams, answer_all
 from shoal.swarm.exchange.contribution import EncodedContribution, ExchangeAttempt
 from shoal.swarm.exchange.cost import ALL_REDUCED
 from shoal.swarm.exchange.group.roster import LivenessView, Roster
+from shoal.swarm.exchange.kept_streams import ANSWERED, KeptStreams, answer_all
 from shoal.swarm.p2p.stream import Stream, short
 from shoal.swarm.p2p.stream_places import StreamPlaces
 from shoal.swarm.p2p.tasks import running, stop

@@ -15,8 +15,10 @@ from typing import Literal
 from shoal.optim.exchange.pairing import order
 from shoal.optim.exchange.weighted_mean import counted_weights
 from shoal.swarm.errors import MessageError, NetworkError
-from shoal.swarm.exchange.context import PassedOver, PeerContext, RoundEvidence
+from shoal.swarm.exchange.context import PeerContext
 from shoal.swarm.exchange.contribution import EncodedContribution
+from shoal.swarm.exchange.passed_over import PassedOver
+from shoal.swarm.exchange.round_evidence import RoundEvidence
 from shoal.swarm.p2p.stream import Stream, short
 from shoal.swarm.p2p.tasks import stop
 from shoal.swarm.wire.envelope import M, Message, fresh_nonce, pack, pack_shapes, unpack, unseal

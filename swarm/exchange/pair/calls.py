@@ -21,19 +21,9 @@ from typing import Any
 from shoal.optim.exchange.base import RoundKey
 from shoal.optim.exchange.pairing import rank
 from shoal.swarm.errors import MessageError, NetworkError
-from shoal.swarm.exchange.context import (
-    ANSWERED,
-    LEAST_S,
-    OVERLAPPED_S,
-    ExchangeTimeouts,
-    KeptStreams,
-    PairRounds,
-    PeerContext,
-    RoundEvidence,
-    TrainingTime,
-    answer_all,
-)
+from shoal.swarm.exchange.context import PeerContext
 from shoal.swarm.exchange.contribution import BARRED, EncodedContribution
+from shoal.swarm.exchange.kept_streams import ANSWERED, KeptStreams, answer_all
 from shoal.swarm.exchange.pair.selector import PairSelector
 from shoal.swarm.exchange.pair.transfer import (
     Attempt,
@@ -42,6 +32,10 @@ from shoal.swarm.exchange.pair.transfer import (
     PartnerContribution,
     Withdrawn,
 )
+from shoal.swarm.exchange.pair_rounds import PairRounds
+from shoal.swarm.exchange.round_evidence import RoundEvidence
+from shoal.swarm.exchange.timeouts import ExchangeTimeouts
+from shoal.swarm.exchange.training_time import LEAST_S, OVERLAPPED_S, TrainingTime
 from shoal.swarm.internal_errors import InternalError
 from shoal.swarm.p2p.stream import Stream, short
 from shoal.swarm.p2p.stream_places import StreamPlaces

@@ -37,14 +37,7 @@ from shoal.optim.exchange.base import Contribution, Mean
 from shoal.optim.exchange.on_demand import OnDemand
 from shoal.optim.exchange.update_screen import TRUSTING, UpdateScreen
 from shoal.swarm.errors import MessageError, NetworkError
-from shoal.swarm.exchange.context import (
-    OVERLAPPED_S,
-    ExchangeTimeouts,
-    PairRounds,
-    PeerContext,
-    RoundEvidence,
-    TrainingTime,
-)
+from shoal.swarm.exchange.context import PeerContext
 from shoal.swarm.exchange.contribution import (
     EncodedContribution,
     ExchangeAttempt,
@@ -66,6 +59,10 @@ from shoal.swarm.exchange.pair.calls import (
 )
 from shoal.swarm.exchange.pair.selector import PairSelector
 from shoal.swarm.exchange.pair.transfer import Attempt, PairTransfer, PartnerContribution
+from shoal.swarm.exchange.pair_rounds import PairRounds
+from shoal.swarm.exchange.round_evidence import RoundEvidence
+from shoal.swarm.exchange.timeouts import ExchangeTimeouts
+from shoal.swarm.exchange.training_time import OVERLAPPED_S, TrainingTime
 from shoal.swarm.p2p.tasks import first_of, race, running, stop
 from shoal.swarm.wire.messages import Member
 

@@ -14,7 +14,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from shoal.optim.exchange.pairing import candidates, groups, partner_of, partners_of
-from shoal.swarm.exchange.context import PassedOver, PeerContext
+from shoal.swarm.exchange.context import PeerContext
+from shoal.swarm.exchange.passed_over import PassedOver
 from shoal.swarm.wire.messages import Member
 
 

@@ -29,8 +29,8 @@ from typing import TYPE_CHECKING, Literal
 from shoal.optim.codecs.memory import buffer
 from shoal.optim.codecs.pair_message import Reading
 from shoal.swarm.errors import MessageError, NetworkError
-from shoal.swarm.exchange.context import ExchangeTimeouts
 from shoal.swarm.exchange.contribution import ExchangeAttempt, Problem, Received
+from shoal.swarm.exchange.timeouts import ExchangeTimeouts
 from shoal.swarm.internal_errors import InternalError
 from shoal.swarm.p2p.newest import Newest
 from shoal.swarm.p2p.stream import Stream, short

@@ -9,13 +9,13 @@ from shoal.optim.codecs.floats import BFLOAT16, FLOAT16, FLOAT32
 from shoal.optim.codecs.registry import codec_named
 from shoal.optim.exchange.base import Contribution, RoundKey
 from shoal.optim.exchange.on_demand import OnDemand, differences
-from shoal.swarm.exchange.context import ExchangeTimeouts
 from shoal.swarm.exchange.contribution import (
     BorrowedPayload,
     Payload,
     encode_contribution,
     float32_digest,
 )
+from shoal.swarm.exchange.timeouts import ExchangeTimeouts
 from shoal.swarm.wire.envelope import CHUNK, chunks, digest
 from tests.support.fake_network import SWARM, paired
 

@@ -3,14 +3,9 @@
 import pytest
 
 from shoal.optim.codecs.floats import FLOAT32
-from shoal.swarm.exchange.context import (
-    LARGEST_S,
-    LEAST_RATE,
-    LONGEST_S,
-    ExchangeTimeouts,
-    TrainingTime,
-)
 from shoal.swarm.exchange.group.leader import moved
+from shoal.swarm.exchange.timeouts import LARGEST_S, LEAST_RATE, ExchangeTimeouts
+from shoal.swarm.exchange.training_time import LONGEST_S, TrainingTime
 from shoal.swarm.pacing.progress import MAX_EXTENSION_S, SLOWEST_BYTES_PER_S
 from shoal.swarm.state.offers import MAKE_S, making_s
 from shoal.swarm.state.progress import FETCH_S

@@ -12,7 +12,6 @@ from shoal.optim.codecs.registry import codec_named
 from shoal.optim.exchange.base import Contribution
 from shoal.optim.exchange.robust_shares import GRID
 from shoal.optim.exchange.update_screen import UpdateScreen
-from shoal.swarm.exchange.context import ExchangeTimeouts
 from shoal.swarm.exchange.robust import (
     FIRST,
     KNOWN,
@@ -23,6 +22,7 @@ from shoal.swarm.exchange.robust import (
     LossCheck,
     Newcomers,
 )
+from shoal.swarm.exchange.timeouts import ExchangeTimeouts
 from tests.support.fake_network import SWARM, paired
 from tests.support.waiting import until
 

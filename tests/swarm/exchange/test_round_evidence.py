@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.swarm.exchange.context import ALONE, QUICKER, PeerContext, RoundEvidence
+from shoal.swarm.exchange.context import PeerContext
+from shoal.swarm.exchange.round_evidence import ALONE, QUICKER, RoundEvidence
 from shoal.swarm.identity import Identity
 from shoal.swarm.wire.envelope import MAX_COUNT
 from shoal.swarm.wire.messages import Answer

@@ -21,12 +21,13 @@ from shoal.optim.exchange.base import Contribution
 from shoal.swarm.access.invitation import Admission
 from shoal.swarm.access.policy import AccessPolicy
 from shoal.swarm.errors import MessageError
-from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext
+from shoal.swarm.exchange.context import PeerContext
 from shoal.swarm.exchange.contribution import ExchangeAttempt
 from shoal.swarm.exchange.group.leader import LEADER_PROTOCOL, DecisionLog
 from shoal.swarm.exchange.group.roster import encode_roster, open_roster
 from shoal.swarm.exchange.pair.calls import EXCHANGE_PROTOCOL
 from shoal.swarm.exchange.pair.exchange import PairExchange
+from shoal.swarm.exchange.timeouts import ExchangeTimeouts
 from shoal.swarm.gossip.envelope import Body, make_envelope
 from shoal.swarm.gossip.gossip import Gossip
 from shoal.swarm.manifest import open_manifest, swarm_id

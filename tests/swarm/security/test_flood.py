@@ -20,8 +20,9 @@ import torch
 
 from shoal.optim import FLOAT32, RoundKey
 from shoal.optim.exchange.base import Contribution
-from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext
+from shoal.swarm.exchange.context import PeerContext
 from shoal.swarm.exchange.pair.exchange import PairExchange
+from shoal.swarm.exchange.timeouts import ExchangeTimeouts
 from shoal.swarm.identity import Identity
 from shoal.swarm.p2p.daemon_process import CONNECTIONS
 from shoal.swarm.p2p.host import Host

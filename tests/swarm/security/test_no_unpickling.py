@@ -27,9 +27,10 @@ from hivemind.utils.timed_storage import get_dht_time
 
 from shoal.swarm.access.policy import AccessPolicy
 from shoal.swarm.errors import NetworkError
-from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext
+from shoal.swarm.exchange.context import PeerContext
 from shoal.swarm.exchange.group.exchange import GroupExchange
 from shoal.swarm.exchange.pair.exchange import PairExchange
+from shoal.swarm.exchange.timeouts import ExchangeTimeouts
 from shoal.swarm.gossip import neighbours
 from shoal.swarm.gossip.envelope import GossipEnvelope
 from shoal.swarm.gossip.frames import GossipTopics, frame_of, greet

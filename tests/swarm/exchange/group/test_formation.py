@@ -10,10 +10,12 @@ import pytest
 
 from shoal.optim import BFLOAT16, RoundKey
 from shoal.optim.exchange.base import Contribution
-from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext, TrainingTime
+from shoal.swarm.exchange.context import PeerContext
 from shoal.swarm.exchange.group import leader as group_lead
 from shoal.swarm.exchange.group.exchange import GroupExchange
 from shoal.swarm.exchange.group.leader import LEADER_PROTOCOL, PendingGroup
+from shoal.swarm.exchange.timeouts import ExchangeTimeouts
+from shoal.swarm.exchange.training_time import TrainingTime
 from shoal.swarm.wire.messages import GroupReady
 from tests.support.pair_peers import at_once
 

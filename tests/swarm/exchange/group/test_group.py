@@ -17,10 +17,12 @@ from shoal.optim.codecs.registry import codec_named
 from shoal.optim.exchange.base import Contribution
 from shoal.optim.exchange.common_mean import common_mean
 from shoal.optim.exchange.weighted_mean import weighted_mean
-from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext, RoundTracker
+from shoal.swarm.exchange.context import PeerContext
 from shoal.swarm.exchange.group.exchange import GroupExchange
 from shoal.swarm.exchange.group.leader import partition_into_groups
 from shoal.swarm.exchange.group.roster import HeartbeatChannel
+from shoal.swarm.exchange.round_tracker import RoundTracker
+from shoal.swarm.exchange.timeouts import ExchangeTimeouts
 from shoal.swarm.identity import Identity
 from shoal.swarm.p2p.host import Host
 from shoal.swarm.p2p.stream import Stream

@@ -25,14 +25,7 @@ from shoal.optim import (
 from shoal.optim.exchange.base import Contribution
 from shoal.optim.exchange.pairing import partner_of
 from shoal.swarm.errors import NetworkError
-from shoal.swarm.exchange.context import (
-    SHARE,
-    TERMS,
-    ExchangeTimeouts,
-    PairRounds,
-    PeerContext,
-    TrainingTime,
-)
+from shoal.swarm.exchange.context import PeerContext
 from shoal.swarm.exchange.contribution import encode_contribution
 from shoal.swarm.exchange.group.exchange import GroupExchange
 from shoal.swarm.exchange.pair.calls import (
@@ -45,6 +38,10 @@ from shoal.swarm.exchange.pair.calls import (
 from shoal.swarm.exchange.pair.exchange import PairExchange
 from shoal.swarm.exchange.pair.selector import PairSelector
 from shoal.swarm.exchange.pair.transfer import PairTransfer
+from shoal.swarm.exchange.pair_rounds import PairRounds
+from shoal.swarm.exchange.passed_over import TERMS
+from shoal.swarm.exchange.timeouts import ExchangeTimeouts
+from shoal.swarm.exchange.training_time import SHARE, TrainingTime
 from shoal.swarm.state.catch_up import in_step
 from shoal.swarm.wire.envelope import unpack
 from shoal.swarm.wire.messages import Answer

@@ -13,7 +13,7 @@ import pytest
 from shoal.optim import BFLOAT16
 from shoal.optim.exchange.pairing import chains, partner_of, rank
 from shoal.swarm.errors import NetworkError
-from shoal.swarm.exchange import context
+from shoal.swarm.exchange import kept_streams
 from shoal.swarm.exchange.pair.calls import EXCHANGE_PROTOCOL
 from shoal.swarm.exchange.pair.exchange import PairExchange
 from shoal.swarm.wire.envelope import ENVELOPE, pack, seal, unseal
@@ -436,8 +436,8 @@ def test_few_streams_are_kept_and_none_for_long():
             self.ended = True
 
     async def main():
-        kept = context.KeptStreams(SimpleNamespace(usable=lambda stream: stream is not last))
-        of_one = [Kept("a") for _ in range(context.KEPT_EACH + 2)]
+        kept = kept_streams.KeptStreams(SimpleNamespace(usable=lambda stream: stream is not last))
+        of_one = [Kept("a") for _ in range(kept_streams.KEPT_EACH + 2)]
         last = of_one[-1]
         for stream in of_one:
             kept.keep(stream)
@@ -445,14 +445,14 @@ def test_few_streams_are_kept_and_none_for_long():
         assert kept.take("b") is None
         assert kept.take("a") is of_one[-2]
         assert last.ended
-        for number in range(context.KEPT):
+        for number in range(kept_streams.KEPT):
             kept.keep(Kept(f"peer {number}"))
         assert all(stream.ended for stream in of_one[:-2])
         assert not of_one[-2].ended
-        assert len(kept._idle) == context.KEPT
+        assert len(kept._idle) == kept_streams.KEPT
         handles = list(kept._idle.values())
         assert all(
-            abs(handle.when() - asyncio.get_running_loop().time() - context.KEPT_S) < LONG
+            abs(handle.when() - asyncio.get_running_loop().time() - kept_streams.KEPT_S) < LONG
             for handle in handles
         )
         for stream in list(kept._idle):

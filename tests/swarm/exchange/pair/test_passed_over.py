@@ -15,20 +15,14 @@ from hypothesis import strategies as st
 from shoal.optim import FLOAT32, RoundKey
 from shoal.optim.exchange.base import Contribution
 from shoal.optim.exchange.pairing import chains, groups, partner_of, partners_of
-from shoal.swarm.exchange.context import (
-    BROKEN,
-    FORGOTTEN,
-    REMEMBERED,
-    TERMS,
-    ExchangeTimeouts,
-    PassedOver,
-    PeerContext,
-)
+from shoal.swarm.exchange.context import PeerContext
 from shoal.swarm.exchange.pair import calls
 from shoal.swarm.exchange.pair import exchange as pair_exchange
 from shoal.swarm.exchange.pair.calls import make_offer
 from shoal.swarm.exchange.pair.selector import PairSelector
 from shoal.swarm.exchange.pair.transfer import PairTransfer
+from shoal.swarm.exchange.passed_over import BROKEN, FORGOTTEN, REMEMBERED, TERMS, PassedOver
+from shoal.swarm.exchange.timeouts import ExchangeTimeouts
 from tests.support.fake_network import paired
 from tests.support.partner_selection import MODEL, SEED, Directory, directory, selector
 

@@ -11,7 +11,14 @@ import torch
 
 from shoal.optim import FLOAT32, RoundKey
 from shoal.optim.exchange.base import Contribution
-from shoal.swarm.exchange.context import (
+from shoal.swarm.exchange.context import PeerContext
+from shoal.swarm.exchange.contribution import ExchangeAttempt, encode_contribution
+from shoal.swarm.exchange.pair.calls import PairingAttempt, PairState
+from shoal.swarm.exchange.pair.transfer import PartnerContribution
+from shoal.swarm.exchange.pair_rounds import PairRounds
+from shoal.swarm.exchange.round_evidence import RoundEvidence
+from shoal.swarm.exchange.timeouts import ExchangeTimeouts
+from shoal.swarm.exchange.training_time import (
     FIRST_RATE,
     FIRST_S,
     GIVES,
@@ -21,15 +28,8 @@ from shoal.swarm.exchange.context import (
     PEERS,
     SEVERAL,
     SPARE_S,
-    ExchangeTimeouts,
-    PairRounds,
-    PeerContext,
-    RoundEvidence,
     TrainingTime,
 )
-from shoal.swarm.exchange.contribution import ExchangeAttempt, encode_contribution
-from shoal.swarm.exchange.pair.calls import PairingAttempt, PairState
-from shoal.swarm.exchange.pair.transfer import PartnerContribution
 from shoal.swarm.identity import Identity
 
 SWARM, WAIT = "a" * 52, 0.05

@@ -14,13 +14,13 @@ import torch
 from shoal.optim import BFLOAT16, FLOAT32, RoundKey, codec_named
 from shoal.optim.exchange.base import Contribution
 from shoal.swarm.errors import NetworkError
-from shoal.swarm.exchange import context
-from shoal.swarm.exchange.context import ExchangeTimeouts
+from shoal.swarm.exchange import timeouts
 from shoal.swarm.exchange.contribution import ExchangeAttempt
 from shoal.swarm.exchange.pair import calls as pair_calls
 from shoal.swarm.exchange.pair import transfer
 from shoal.swarm.exchange.pair.calls import EXCHANGE_PROTOCOL
 from shoal.swarm.exchange.pair.transfer import OUTCOME_PROTOCOL
+from shoal.swarm.exchange.timeouts import ExchangeTimeouts
 from shoal.swarm.p2p.stream import Stream
 from shoal.swarm.wire.envelope import pack, unpack
 from shoal.swarm.wire.messages import Answer, Commit, OutcomeReply, OutcomeRequest, Ready
@@ -97,7 +97,7 @@ def test_both_commit(pair):
 
 def test_slow_link_gets_the_time_it_needs(network, monkeypatch):
     """A large contribution gets the time that a slow link needs."""
-    monkeypatch.setattr(context, "LEAST_RATE", 1e4)  # 1.2 MB may take two minutes
+    monkeypatch.setattr(timeouts, "LEAST_RATE", 1e4)  # 1.2 MB may take two minutes
     pair = Pair(network, ExchangeTimeouts(LONG, LONG, exchange=1e-6))
     assert pair.run() == [(2.0, -2.0)] * 2
 

@@ -1,0 +1,88 @@
+"""The rounds of a node that averages in groups: ``RoundTracker``.
+
+How rounds are numbered: docs/internals.md, "The round of a node".
+"""
+
+from __future__ import annotations
+
+from shoal.swarm.p2p.newest import Newest
+
+REMEMBERED = 1024  # groups formed
+
+
+class RoundTracker:
+    """The rounds that a node has begun, joined and ended.
+
+    A peer that began in the middle may have other remainders than the swarm:
+    it gets the swarm's as an answer.
+    """
+
+    def __init__(self, fragments: int) -> None:
+        self.fragments = fragments
+        self.next_round = 0
+        """One beyond the furthest round begun, or the round in which the node joined."""
+        self._begun: dict[int, int] = {}
+        self._over: dict[int, int] = {}
+        self._formed = Newest[tuple[int, int], None](REMEMBERED)
+        self._elsewhere: dict[tuple[int, int], str] = {}
+
+    def go_back(self, round: int) -> None:
+        self.next_round, self._begun, self._over = round, {}, {}
+        self._formed.clear()
+
+    def begin(self, round: int, fragment: int) -> None:
+        """Note that this node's contribution to ``round`` is there."""
+        self.next_round = max(self.next_round, round + 1)
+        self._begun[fragment] = max(round, self._begun.get(fragment, 0))
+
+    def join(self, round: int, fragment: int, leader: str) -> None:
+        """Note that this node waits at ``leader`` for its group."""
+        self._elsewhere[round, fragment] = leader
+
+    def leave(self, round: int, fragment: int) -> None:
+        self._elsewhere.pop((round, fragment), None)
+
+    def end(self, round: int, fragment: int) -> None:
+        """Note that this node's own part in ``round`` is over: its group was formed, or it has
+        none.
+        """
+        if round < self.next_round:  # else this node went back while it was in it
+            self._over[fragment] = max(round, self._over.get(fragment, 0))
+        self.leave(round, fragment)
+
+    def formed(self, round: int, fragment: int) -> None:
+        """Note that this node has formed the group, with its own contribution or without.
+
+        That has no effect on other rounds: otherwise two peers could send this node far away.
+        """
+        self._formed[round, fragment] = None
+
+    def leader(self, round: int, fragment: int) -> str | None:
+        """Return the leader at which this node itself waits in ``round``, if it does."""
+        return self._elsewhere.get((round, fragment))
+
+    def instead(self, round: int, fragment: int) -> int | None:
+        """Return the round to which a contribution to ``round`` should move, or None if it is
+        neither late nor out of step.
+        """
+        over, begun = self._over.get(fragment), self._begun.get(fragment)
+        if (over is not None and round <= over) or (round, fragment) in self._formed:
+            return max(round, over or 0, (begun or 0) - self.fragments) + self.fragments
+        # A fragment beyond those of the schedule is the last average of all weights, which keeps no
+        # step.
+        if begun is not None and (
+            round < begun or (fragment < self.fragments and (round - begun) % self.fragments)
+        ):
+            return begun + self._up(max(round - begun, 0))
+        if begun is None and round < self.next_round:
+            return round + self._up(self.next_round - round)
+        return None
+
+    def _up(self, distance: int) -> int:
+        return -(-distance // self.fragments) * self.fragments
+
+    def within(self, wanted: int, mine: int, limit: int) -> int:
+        """Return the round to move to from ``mine`` when a peer answers ``wanted``: that far, but
+        not beyond ``limit``.
+        """
+        return max(mine, wanted - self._up(max(wanted - limit, 0)))
