@@ -142,8 +142,11 @@ def members(work: Work) -> int:
 
 
 def payload_sent(work: Work) -> float:
-    """Return the bytes of payload that leave a node in a round."""
+    """Return the bytes of payload that leave a node in a round, on average."""
     count = members(work)
+    if work.group == "pair" and count > 1 and work.peers % 2:
+        # One of an odd number has two partners in a round, and sends a payload to each.
+        return work.nbytes * (work.peers + 1) / work.peers
     if work.sums and count >= work.costs.all_reduced:
         # The parts go out in the codec's format, and the averages of the own share in float32.
         return (work.nbytes + FLOAT32 * work.params) * (count - 1) / count

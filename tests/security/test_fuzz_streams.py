@@ -246,6 +246,7 @@ def test_every_protocol_is_asked():
     }  # fmt: skip
     asked = {
         "MANIFEST_PROTOCOL",
+        "GOSSIP_PROTOCOL",
         "CHANGE_PROTOCOL",
         "ADMISSION_PROTOCOL",
         "SHUFFLE_PROTOCOL",

@@ -101,6 +101,7 @@ ROWS = {
                 "missing_of",
                 "missing_within_s",
                 "partnerless",
+                "unused",
                 "step",
                 "bytes_per_s",
                 "bytes_received",

@@ -83,7 +83,9 @@ def peer_streams(monkeypatch):
 
 def held_calls(monkeypatch):
     monkeypatch.setattr(pair_calls, "MAX_HELD", MOST)
-    waiting = HeldCalls(SimpleNamespace(rounds=SimpleNamespace(overlap=True), sizes={}))
+    nobody = SimpleNamespace(partners=lambda round: ())
+    state = SimpleNamespace(rounds=SimpleNamespace(overlap=True), sizes={}, selector=nobody)
+    waiting = HeldCalls(state)
     return lambda stream: waiting.hold(stream, SimpleNamespace(round=3, fragment=0, nbytes=0)), None
 
 
