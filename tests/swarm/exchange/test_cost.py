@@ -87,12 +87,15 @@ def test_bytes_of_a_round(task, payloads):
 
 
 @pytest.mark.parametrize(("task", "payloads"), [
-    (replace(PAIR, peers=3), 1), (replace(ALL, peers=2), 1), (replace(ALL, peers=3), 2),
-    (replace(ALL, peers=4), 1.5), (replace(ALL, peers=4, sums=False), 3),
+    (replace(PAIR, peers=4), 1), (replace(PAIR, peers=3), 4 / 3), (replace(ALL, peers=2), 1),
+    (replace(ALL, peers=3), 2), (replace(ALL, peers=4), 1.5),
+    (replace(ALL, peers=4, sums=False), 3),
     (replace(ALL, peers=3, costs=cost.Costs(all_reduced=2)), 4 / 3),
 ])  # fmt: skip
 def test_payloads_that_leave_a_peer(task, payloads):
-    """A pair sends one payload, who gathers all others', who all-reduces what a ring does."""
+    """A pair sends one payload (of three one sends two), who gathers all others', who all-reduces
+    what a ring does.
+    """
     assert payload_sent(task) == pytest.approx(payloads * 4 * PARAMS)
     assert per_param_step(task, PARAMS) == pytest.approx(payloads * 4 / 100)
     assert per_param_step(task, 2 * PARAMS) == pytest.approx(payloads * 2 / 100)
