@@ -220,7 +220,9 @@ class Served(HF):
         folder = tempfile.TemporaryDirectory(prefix="shoal-adapter-")
         name = Path(folder.name).name
         with calling(self, "save_pretrained()"):
-            self.module.save_pretrained(folder.name, save_embedding_layers=False)  # type: ignore[operator]
+            self.module.save_pretrained(  # type: ignore[operator]
+                folder.name, save_embedding_layers=False
+            )
         self._server.ask(
             "/v1/load_lora_adapter",
             {"lora_name": name, "lora_path": folder.name},

@@ -251,7 +251,8 @@ def without_compiler() -> None:
         setattr(plain, KEPT_OUT, plain)
     for kind in (torch.optim.Adam, torch.optim.SGD):  # AdamW has Adam's
         if "step" in vars(kind) and hasattr(kind.step, "__wrapped__"):
-            setattr(kind, "step", _as_torch_steps(inspect.unwrap(kind.step)))  # noqa: B010 (mypy: a method)
+            # An assignment would be one to a method for mypy.
+            setattr(kind, "step", _as_torch_steps(inspect.unwrap(kind.step)))  # noqa: B010
 
 
 def _as_torch_steps(plain: Any) -> Any:

@@ -310,7 +310,8 @@ class WatchApp(App[None]):  # type: ignore[misc]
         Binding("p", "hold", "Hold"),
         Binding("d", "toggle_dark", "Dark or light"),
     ]
-    VERTICAL_BREAKPOINTS = [(0, "-low"), (32, "-high")]  # noqa: RUF012 - an instance variable in the base class
+    # An instance variable in the base class.
+    VERTICAL_BREAKPOINTS = [(0, "-low"), (32, "-high")]  # noqa: RUF012
     CSS = """
     #head { padding: 0 1; background: $primary; color: $text; height: auto; }
     #body { layout: grid; grid-size: 2 3; grid-columns: 5fr 2fr; grid-rows: 1fr 1fr 1fr; }

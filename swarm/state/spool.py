@@ -32,7 +32,9 @@ class Spool:
     def __init__(self, nbytes: int) -> None:
         folder = ON_DISK if "TMPDIR" not in os.environ and os.access(ON_DISK, os.W_OK) else None
         # It is closed when it is gone.
-        self._file = tempfile.TemporaryFile(prefix="shoal-", dir=folder, buffering=0)  # noqa: SIM115
+        self._file = tempfile.TemporaryFile(  # noqa: SIM115
+            prefix="shoal-", dir=folder, buffering=0
+        )
         self.nbytes = nbytes
         os.posix_fallocate(self._file.fileno(), 0, nbytes)
 
