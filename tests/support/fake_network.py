@@ -39,6 +39,17 @@ class FakeHost:
     def serve(self, protocol, handler):
         self.handlers[protocol] = handler
 
+    def fall_silent(self, protocol):
+        """Answer none that ask by ``protocol`` from now on; return who asked."""
+        asked = []
+
+        async def wait(stream):
+            asked.append(stream.peer_id)
+            await stream.more(60)
+
+        self.handlers[protocol] = wait
+        return asked
+
     def entry(self):
         return ()
 

@@ -252,11 +252,7 @@ def test_peer_on_its_way_is_awaited_until_probed(school, monkeypatch):
 
 def test_a_leader_that_does_not_answer_is_passed_over(school):
     leader, *others = school.ranked(school.peers(4, wait=6.0))
-
-    async def stopped(stream):
-        await stream.more(60)
-
-    leader.host.handlers[LEADER_PROTOCOL] = stopped
+    leader.host.fall_silent(LEADER_PROTOCOL)
     assert (
         school.values([peer.start(0, float(number)) for number, peer in enumerate(others)])
         == [pytest.approx(1.0)] * 3
@@ -289,13 +285,7 @@ def test_sleeper_leads_none_before_a_new_record(school):
     """Else each round that its rank gives to it would cost the others a part of their patience."""
     leader, *others = school.ranked(school.peers(3, wait=6.0))
     answering = leader.host.handlers[LEADER_PROTOCOL]
-    asked = []
-
-    async def sleeping(stream):
-        asked.append(stream.peer_id)
-        await stream.more(60)
-
-    leader.host.handlers[LEADER_PROTOCOL] = sleeping
+    asked = leader.host.fall_silent(LEADER_PROTOCOL)
     assert school.values([peer.start(0, float(number)) for number, peer in enumerate(others)]) == [
         0.5,
         0.5,

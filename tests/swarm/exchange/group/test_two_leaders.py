@@ -51,13 +51,7 @@ def test_two_that_lead_themselves_meet(school):
     """The fault: the first did not answer for a moment, so both led and waited for the other."""
     first, second = school.ranked(school.peers(2, wait=LONG_S, chunk_timeout=0.5))
     handler = first.host.handlers[LEADER_PROTOCOL]
-    asked = []
-
-    async def stopped(stream):
-        asked.append(stream.peer_id)
-        await stream.more(60)
-
-    first.host.handlers[LEADER_PROTOCOL] = stopped
+    asked = first.host.fall_silent(LEADER_PROTOCOL)
     handles = [second.start(0, 1.0)]
     school.until(lambda: second.waiting() == 1)
     assert asked[0] == second.id
