@@ -223,7 +223,7 @@ def train(
                 round=round,
                 max_age=0,
                 max_behind=behind,
-            ).places
+            ).indices
             groups = [*written[node], *(pool[network][1] for network in picked)]
             rewards = [rewards_of(world, group, group.answer) for group in written[node]] + [
                 judged[network] for network in picked

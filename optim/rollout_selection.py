@@ -1,11 +1,12 @@
-"""Random selection of the foreign groups that a node learns from in a round (SAPO, 2509.08721).
+"""Random selection of the groups of other nodes that a node learns from in a round (swarm sampling,
+SAPO, arXiv 2509.08721). A group is the completions of one question, with their rewards.
 
-    picked = select(candidates, count=4, seed=secret, round=7, max_age=1, per_sender=2)
-    groups = [pool[place] for place in picked.places]
+    selection = select(candidates, count=4, seed=secret, round=7, max_age=1, per_sender=2)
+    groups = [received[index] for index in selection.indices]
 
-The caller recomputes the rewards. There is no random state: the order follows from (seed, round,
-key), whatever the order in which records arrived. Why at random: docs/internals.md, "Losses of
-reinforcement learning".
+The caller recomputes the rewards. There is no random state: the order of drawing follows from
+(seed, round, key), whatever the order in which groups arrived. Why at random: docs/internals.md,
+"Losses of reinforcement learning".
 """
 
 from __future__ import annotations
@@ -32,17 +33,19 @@ class Candidate:
     rewards: tuple[float, ...]
     """Rewards of its completions, recomputed by this node."""
     behind: int = 0
-    """Versions of its sender's policy from the one that wrote it to the sender's newest."""
+    """By how many versions the policy that wrote it is behind its sender's newest, as the caller
+    counts it.
+    """
 
 
 @dataclass(frozen=True)
-class Picked:
+class Selection:
     """Outcome of `select`."""
 
-    places: tuple[int, ...]
-    """Indices of the picked candidates, in the order in which they were drawn."""
-    left: dict[str, int]
-    """Number of candidates left out for each of `REASONS`; all are keys."""
+    indices: tuple[int, ...]
+    """Of the picked candidates, in the order in which they were drawn."""
+    left_out: dict[str, int]
+    """How many candidates were not picked, by each of `REASONS`; 0 where none."""
 
 
 def has_spread(rewards: Sequence[float]) -> bool:
@@ -59,22 +62,23 @@ def select(
     max_age: int,
     per_sender: int | None = None,
     max_behind: int | None = None,
-) -> Picked:
-    """Pick ``count`` candidates (or all, if fewer), uniformly among the eligible ones.
+) -> Selection:
+    """Pick ``count`` candidates, or all that may be, in a random order.
 
-    A group is eligible unless it has one of the `REASONS`, of which the first that applies counts.
+    A candidate is left out for the first of `REASONS` that applies. Every group has the same chance
+    to come first, so who shares more is drawn more often, up to ``per_sender`` groups.
 
     Args:
-        candidates: in any order; of copies (same key) the oldest counts.
+        candidates: in any order. Of copies (same key) the one that arrived first is considered, so
+            that a group does not become younger by being sent again.
         count: how many to pick.
         seed: the node's own, and secret: a sender who knew it could vary its groups until they
             come first.
-        round: the present one. A candidate of a later round, left by a node that went back to a
-            checkpoint, counts as of this one.
-        max_age: rounds since a group arrived, at most.
-        per_sender: groups of one sender that remain, drawn uniformly too; None: all.
-        max_behind: versions of its sender's policy that a group may be behind (prime-rl's
-            max_off_policy_steps); None: any number.
+        round: the present one. If this node went back to a checkpoint, a candidate may have arrived
+            in a later round, and is not stale.
+        max_age: greatest age in rounds; 0: only what arrived in this one.
+        per_sender: at most so many groups of one sender; None: no limit.
+        max_behind: greatest `Candidate.behind`; None: no limit.
 
     Raises:
         ValueError: ``count``, ``max_age`` or ``max_behind`` below 0, or ``per_sender`` below 1.
@@ -86,38 +90,37 @@ def select(
             f"count and max_age must be at least 0 and per_sender at least 1, got {count}, "
             f"{max_age} and {per_sender}"
         )
-    left = dict.fromkeys(REASONS, 0)
-    keys: set[str] = set()
-    taken: Counter[str] = Counter()
-    places: list[int] = []
-    order = sorted(range(len(candidates)), key=lambda at: _order(candidates[at], seed, round))
-    for place in order:
-        candidate = candidates[place]
-        if candidate.key in keys:
-            left["duplicate"] += 1
+    left_out = dict.fromkeys(REASONS, 0)
+    seen: set[str] = set()
+    of_sender: Counter[str] = Counter()
+    indices: list[int] = []
+    order = sorted(range(len(candidates)), key=lambda at: _draw_key(candidates[at], seed, round))
+    for index in order:
+        candidate = candidates[index]
+        if candidate.key in seen:
+            left_out["duplicate"] += 1
             continue
-        keys.add(candidate.key)
+        seen.add(candidate.key)
         if round - candidate.round > max_age:
-            left["stale"] += 1
+            left_out["stale"] += 1
         elif max_behind is not None and candidate.behind > max_behind:
-            left["off_policy"] += 1
+            left_out["off_policy"] += 1
         elif not has_spread(candidate.rewards):
-            left["no_spread"] += 1
-        elif per_sender is not None and taken[candidate.sender] >= per_sender:
-            left["over_quota"] += 1
+            left_out["no_spread"] += 1
+        elif per_sender is not None and of_sender[candidate.sender] >= per_sender:
+            left_out["over_quota"] += 1
         else:
-            taken[candidate.sender] += 1
-            if len(places) < count:
-                places.append(place)
+            of_sender[candidate.sender] += 1
+            if len(indices) < count:
+                indices.append(index)
             else:
-                left["not_drawn"] += 1
-    return Picked(tuple(places), left)
+                left_out["not_drawn"] += 1
+    return Selection(tuple(indices), left_out)
 
 
-def _order(
+def _draw_key(
     candidate: Candidate, seed: int, round: int
 ) -> tuple[bytes, int, str, tuple[float, ...]]:
     digest = hashlib.sha256(f"shoal/rollouts/1:{seed}:{round}:{candidate.key}".encode()).digest()
-    # Beyond the digest, uniform and new each round, it decides which of several copies counts: the
-    # oldest, so that resending does not make a group younger.
+    # Copies have the same digest, and the one that arrived first comes first.
     return digest, candidate.round, candidate.sender, candidate.rewards

@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,8 @@ from shoal.node.config.node_settings import default_identity_path
 from shoal.node.config.settings import ConfigError
 from shoal.node.console import dumps, plural
 from shoal.node.console import table as grid
-from shoal.node.tasks.text_size import listed_parameters
+from shoal.node.data.tokenizer import BYTES
+from shoal.node.tasks.text_size import BYTE_VOCABULARY, TextSize, is_within
 from shoal.swarm.access.address import address_problem
 from shoal.swarm.access.link import Link
 from shoal.swarm.errors import LinkError, NetworkError
@@ -143,13 +144,27 @@ SAID = (
 )
 
 
+def _text_parameters(options: Mapping[str, Any], reported: int) -> int:
+    """Return the number of parameters to show for a swarm of the task ``text``: computed from its
+    manifest's ``options``, otherwise what a member has ``reported``, which nobody checks.
+
+    Of another tokenizer the vocabulary is unknown here: at least the rest of the model is counted.
+    """
+    size = TextSize(**{name: options[name] for name in TextSize._fields if name in options})
+    if not all(is_within(name, value) for name, value in size._asdict().items()):
+        return reported
+    if options.get("tokenizer", BYTES) == BYTES:
+        return size.parameter_count(BYTE_VOCABULARY)
+    return max(reported, size.parameter_count(1))
+
+
 def report(one: PublicSwarm) -> dict[str, Any]:
     """Return a swarm ready for JSON: sizes in bytes; ``memory`` is None where it was not
     measured.
     """
     params = one.params
     if one.title.task == "text":
-        params = listed_parameters(one.options, params)
+        params = _text_parameters(one.options, params)
     # by the seed and the members that it named
     link = Link(one.swarm, one.addresses[:1]).also(one.addresses[1:])
     return {

@@ -1,9 +1,8 @@
-"""Sink for Prometheus: the table of measures, and the page ``http://HOST:PORT/metrics``, served
-from a thread.
+"""Sink for Prometheus: takes the node's events (`shoal.node.metrics.sinks`), keeps the newest value
+of each of `MEASURES`, and serves them from a thread as a page, ``http://HOST:PORT/metrics``.
 
-docs/metrics.md holds the same table, and a test compares them. The server bounds its callers, as
-prometheus_client's own does not. A file of its own, for a node without the page loads no
-prometheus_client.
+docs/metrics.md holds the same table, and a test compares them. Unlike prometheus_client's server
+this one limits connections and their time. A node without ``--metrics`` does not load this file.
 """
 
 from __future__ import annotations
@@ -26,16 +25,16 @@ from shoal.node.listen_address import Address
 from shoal.node.metrics.log import About, Fields, MetricsError, number
 from shoal.swarm.p2p.addresses import host_asked, is_loopback_host, range_of
 
-CONSTANT = ("swarm", "node", "method")
+COMMON_LABELS = ("swarm", "node", "method")
 """Labels that every measure has; the same throughout a run."""
-WAITS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
+WAIT_BUCKETS_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 """Bounds of the histogram of waiting, seconds."""
 # Connections at a time, of all and of one address range; further ones are closed.
 MOST_CALLERS = 32
 MOST_OF_RANGE = 8
 # Seconds for which a caller may stay, whatever it sends or reads meanwhile.
 CALL_S = 10.0
-# Seconds between two checks for the end.
+# Seconds between two checks whether to close.
 POLL_S = 0.05
 
 
@@ -44,12 +43,13 @@ class Measure(NamedTuple):
 
     kind: Literal["counter", "gauge", "histogram"]
     source: str
-    """``group.field`` of the record, or ``event.field``; ``*``: each field of the event, whose name
-    is then the label's value. The measure is named after it, so name the event for that.
+    """``group.field``: a field of a group that an event carries, or of the event of that name. With
+    ``*`` for the field each becomes a series, labelled with its name. The measure's name is made
+    from it.
     """
     text: str
     labels: tuple[str, ...] = ()
-    """Labels besides those of all measures."""
+    """Labels besides those of all measures; those of `INFO` are attributes of `About`."""
 
     @property
     def name(self) -> str:
@@ -191,12 +191,13 @@ def readings(event: str, fields: Fields) -> Iterator[tuple[Measure, float, tuple
 
 
 class Board:
-    """Newest values of all measures in ``registry``, which has none before `begin`.
+    """Newest values of all measures in ``registry``, which is empty before `begin`.
 
-    Any thread may collect them.
+    `begin` and `event` are called in one thread; any thread may read the registry.
     """
 
     def __init__(self) -> None:
+        # For the whole process: no series that say when a counter was made.
         prometheus.disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = prometheus.CollectorRegistry()
         self._metrics: dict[str, Any] = {}
@@ -205,15 +206,17 @@ class Board:
 
     def begin(self, about: About) -> None:
         """Register the measures, with the labels that are the same throughout the run."""
-        self._constant = tuple(getattr(about, name) for name in CONSTANT)
+        self._constant = tuple(getattr(about, name) for name in COMMON_LABELS)
         kinds = {
             "counter": prometheus.Counter,
             "gauge": prometheus.Gauge,
             "histogram": prometheus.Histogram,
         }
         for measure in MEASURES:
-            more: dict[str, Any] = {"buckets": WAITS} if measure.kind == "histogram" else {}
-            labels = (*CONSTANT, *measure.labels)
+            more: dict[str, Any] = (
+                {"buckets": WAIT_BUCKETS_S} if measure.kind == "histogram" else {}
+            )
+            labels = (*COMMON_LABELS, *measure.labels)
             made = kinds[measure.kind](
                 measure.name, measure.text, labels, registry=self.registry, **more
             )
@@ -223,7 +226,10 @@ class Board:
         ).set(1)
 
     def event(self, name: str, fields: Fields) -> None:
-        """Take the values of an event; before `begin` there is nobody whose they are."""
+        """Take the values of an event; before `begin`, when the labels are not known, none.
+
+        A field of a counter holds a total; one that is less than before is not counted.
+        """
         for measure, value, labels in readings(name, fields) if self._metrics else ():
             metric = self._metrics[measure.name].labels(*self._constant, *labels)
             if measure.kind == "gauge":
@@ -241,10 +247,11 @@ class _Handler(MetricsHandler):
     timeout = CALL_S
 
     def do_GET(self) -> None:
-        """Answer, but on loopback for no other host's name: a web site elsewhere may let its own
-        point to this machine.
+        """Answer; on loopback only if asked by a name of loopback, for a web site may let a name of
+        its own point to this machine (DNS rebinding).
         """
-        name = host_asked(self.headers.get("Host", ""))  # none: that caller is no browser
+        # Empty: the caller is no browser.
+        name = host_asked(self.headers.get("Host", ""))
         own = str(self.server.server_address[0])  # type: ignore[index]
         if name and is_loopback_host(own) and not is_loopback_host(name):
             self.send_error(403, "Open this page under http://127.0.0.1 or http://localhost.")
@@ -267,31 +274,42 @@ class _Server(ThreadingHTTPServer):
         super().__init__(place, handler)
 
     def server_bind(self) -> None:
-        # HTTPServer's looks up this machine's name on the network.
+        # Not HTTPServer's, which looks up this machine's name on the network.
         socketserver.TCPServer.server_bind(self)
         self.server_port = int(self.server_address[1])
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        where = range_of(client_address[0])
+        address_range = range_of(client_address[0])
         with self._lock:
-            free = self._callers.total() < MOST_CALLERS and self._callers[where] < MOST_OF_RANGE
-            self._callers[where] += free
-        if free:
+            of_range = self._callers[address_range]
+            admitted = self._callers.total() < MOST_CALLERS and of_range < MOST_OF_RANGE
+            if admitted:
+                self._callers[address_range] += 1
+        if not admitted:
+            self.shutdown_request(request)
+            return
+        try:
             super().process_request(request, client_address)
-        else:
+        except RuntimeError:
+            # No thread could be started for it.
+            self._free(client_address)
             self.shutdown_request(request)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         late = threading.Timer(CALL_S, self._hang_up, [request])
         late.daemon = True
-        late.start()
         try:
+            late.start()
             super().process_request_thread(request, client_address)
         finally:
             late.cancel()
-            with self._lock:
-                self._callers[range_of(client_address[0])] -= 1
-                self._callers += Counter()  # without those that have none
+            self._free(client_address)
+
+    def _free(self, client_address: Any) -> None:
+        with self._lock:
+            self._callers[range_of(client_address[0])] -= 1
+            # Drops the ranges without a caller.
+            self._callers += Counter()
 
     def _hang_up(self, request: socket.socket) -> None:
         with contextlib.suppress(OSError):  # it has ended just now
@@ -302,15 +320,15 @@ class _Server(ThreadingHTTPServer):
 
 
 def _problem(error: OSError | UnicodeError) -> str:
-    number = error.errno if isinstance(error, OSError) else None
-    if number == errno.EADDRINUSE:
+    code = error.errno if isinstance(error, OSError) else None
+    if code == errno.EADDRINUSE:
         return (
             "the port is taken by another program, choose another with --metrics or stop that "
             "program"
         )
-    if number == errno.EACCES:
+    if code == errno.EACCES:
         return "ports below 1024 need root, choose a higher one with --metrics"
-    if number == errno.EADDRNOTAVAIL or isinstance(error, (socket.gaierror, UnicodeError)):
+    if code == errno.EADDRNOTAVAIL or isinstance(error, (socket.gaierror, UnicodeError)):
         return (
             "this machine has no such address, choose 0.0.0.0:PORT for all it has, or PORT for "
             "itself alone"
@@ -319,9 +337,10 @@ def _problem(error: OSError | UnicodeError) -> str:
 
 
 class Endpoint:
-    """Sink that serves the newest values.
+    """Sink that serves the newest values: it listens from now on, with an empty page until `begin`.
 
-    MetricsError: the port is taken, or this machine has no such address.
+    Raises:
+        MetricsError: it cannot listen, as the port is taken or this machine has no such address.
     """
 
     name = "Prometheus"
@@ -353,4 +372,4 @@ class Endpoint:
         if self._thread.is_alive():
             self._server.shutdown()
             self._thread.join()
-            self._server.server_close()
+        self._server.server_close()

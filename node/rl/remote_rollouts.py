@@ -138,10 +138,10 @@ class RemoteRollouts:
             per_sender=MAX_PER_SENDER,
             max_behind=self._max_behind,
         )
-        chosen = [self._kept[place] for place in picked.places]
+        chosen = [self._kept[place] for place in picked.indices]
         self.newest = tuple((kept.rollout.peer, fmean(kept.group.rewards)) for kept in chosen)
         self.used += len(chosen)
-        self._keep(set(picked.places), round)
+        self._keep(set(picked.indices), round)
         return [kept.group for kept in chosen]
 
     def _admit(self, came: list[Rollout], count: int, round: int) -> None:

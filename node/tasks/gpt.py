@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from shoal.node.tasks.text_size import BYTES, TextSize
+from shoal.node.tasks.text_size import BYTE_VOCABULARY, TextSize
 
-VOCABULARY = BYTES
+VOCABULARY = BYTE_VOCABULARY
 
 
 class Attention(nn.Module):

@@ -36,7 +36,7 @@ from shoal.node.task import Shard, Task
 from shoal.node.tasks import text_size
 from shoal.node.tasks.documents import EVERYTHING, open_stream, read_documents
 from shoal.node.tasks.gpt import GPT, VOCABULARY, sized
-from shoal.node.tasks.text_size import DEFAULT_SIZE, TextSize
+from shoal.node.tasks.text_size import TextSize
 from shoal.node.training.schedule import factor
 
 EVALUATION_BYTES = 32 * 1024
@@ -74,10 +74,10 @@ class TextTask(Task):
         self,
         *,
         data: str = "",
-        layers: int = DEFAULT_SIZE.layers,
-        width: int = DEFAULT_SIZE.width,
-        heads: int = DEFAULT_SIZE.heads,
-        context: int = DEFAULT_SIZE.context,
+        layers: int = TextSize().layers,
+        width: int = TextSize().width,
+        heads: int = TextSize().heads,
+        context: int = TextSize().context,
         batch: int = 8,
         lr: float = 1.2e-2,
         warmup: int = 50,
@@ -99,7 +99,7 @@ class TextTask(Task):
             if not text_size.is_within(name, value):
                 raise DataError(
                     f"The text option {name}={value!r} must be a whole number from 1 to "
-                    f"{text_size.BOUNDS[name]}."
+                    f"{text_size.MAXIMA[name]}."
                 )
         if width % heads:
             raise DataError(f"The text option width={width} must be a multiple of heads={heads}.")
@@ -208,7 +208,7 @@ class TextTask(Task):
         be known for it.
         """
         vocabulary = VOCABULARY if self.tokenizer_name == BYTES else 1
-        return self.size.parameters(vocabulary)
+        return self.size.parameter_count(vocabulary)
 
     def sized(self) -> GPT:
         """Return the model on the device meta: names, types and shapes, which take no memory.

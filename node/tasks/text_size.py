@@ -1,14 +1,14 @@
-"""The bounds of the options of the built-in task ``text``, and the size of its model by them.
+"""Limits and defaults of the options of the built-in task ``text``, and the number of parameters of
+its model.
 
-Imports no torch.
+Imports no torch, so that a list of swarms is shown at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-BOUNDS = {
+MAXIMA = {
     "layers": 2**10,
     "width": 2**16,
     "heads": 2**10,
@@ -17,14 +17,16 @@ BOUNDS = {
     "max_bytes": 2**40,
     "shuffle": 2**28,
 }
-"""The largest value of each option that is a number of things, of which there is at least 1."""
-BYTES = 256
-"""Tokens of the vocabulary, where they are bytes."""
+"""The largest value of each option that is a whole number; the smallest is 1."""
+BYTE_VOCABULARY = 256
+"""Tokens of the tokenizer ``bytes``."""
 
 
 class TextSize(NamedTuple):
-    """The size of a `shoal.node.tasks.gpt.GPT`, but for its vocabulary; by default that of the task
-    ``text`` where no option says so.
+    """Size of a `shoal.node.tasks.gpt.GPT`, without its vocabulary.
+
+    The defaults are those of the task ``text``. A change of one changes the model of every swarm
+    whose manifest leaves it out.
     """
 
     layers: int = 2
@@ -32,34 +34,16 @@ class TextSize(NamedTuple):
     heads: int = 4
     context: int = 64
 
-    def parameters(self, vocabulary: int) -> int:
-        """Return the number of parameters of the model."""
+    def parameter_count(self, vocabulary: int) -> int:
+        """Return the number of parameters of the model; the number of heads does not change it."""
         width = self.width
-        in_blocks = self.layers * (12 * width * width + 4 * width)
-        return in_blocks + (2 * vocabulary + self.context + 2) * width
-
-
-DEFAULT_SIZE = TextSize()
+        # Four matrices of attention and the two of the MLP, and two norms with weight and bias.
+        in_block = 12 * width * width + 4 * width
+        # Embedding and output, positions, and the last norm.
+        around = (2 * vocabulary + self.context + 2) * width
+        return self.layers * in_block + around
 
 
 def is_within(name: str, value: object) -> bool:
-    """Return whether ``value`` is a whole number within the bounds of the option ``name``."""
-    return type(value) is int and 1 <= value <= BOUNDS[name]
-
-
-def listed_parameters(options: Mapping[str, Any], said: int) -> int:
-    """Return the parameters of the model of a manifest's ``options``, where some member has
-    ``said`` a number.
-
-    With a tokenizer the vocabulary is not known here: then it is what was said, or what the rest
-    has if that is more.
-    """
-    size = DEFAULT_SIZE._replace(
-        **{name: options[name] for name in TextSize._fields if name in options}
-    )
-    for number in (size.layers, size.width, size.context):
-        if type(number) is not int or number <= 0:
-            return said
-    if options.get("tokenizer", "bytes") == "bytes":
-        return size.parameters(BYTES)
-    return max(said, size.parameters(1))
+    """Return whether ``value`` is a whole number that the option ``name`` of `MAXIMA` may have."""
+    return type(value) is int and 1 <= value <= MAXIMA[name]

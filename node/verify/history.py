@@ -21,7 +21,7 @@ from pathlib import Path
 from shoal.node.verify.errors import VerifyError
 from shoal.node.verify.evidence_file import ClaimRow, EvidenceFile, SeriesRow, is_open
 from shoal.node.verify.finding import Finding, Measured
-from shoal.node.verify.stated_odds import FIELD, MAX_LOG_ODDS, stated_odds
+from shoal.node.verify.stated_odds import MAX_LOG_ODDS, ODDS_KEY, stated_odds
 from shoal.swarm.p2p.newest import Newest
 from shoal.verification.calibration import Pair
 from shoal.verification.consensus.ledger import Ledger
@@ -61,7 +61,7 @@ class History:
         self._waiting[claim.id] = claim, finding.measured
         own = self.log_odds(claim.peer)
         shown = math.exp(min(own, MAX_LOG_ODDS))
-        finding = replace(finding, statistics={FIELD: shown, **finding.statistics})
+        finding = replace(finding, statistics={ODDS_KEY: shown, **finding.statistics})
         stated = dict(self._stated.get(claim.peer, {}))
         stated[self._operator] = own
         alarmed = sum(odds >= ALARM for odds in stated.values())

@@ -1,5 +1,5 @@
-"""Odds that verifiers state about a peer when they reveal their votes on its claims; the same for
-all who hold the same records.
+"""Odds against a peer, that its claims are not those of an honest one, as verifiers state them when
+they reveal their votes; all who hold the same rulings, ballots and electorates read the same.
 """
 
 from __future__ import annotations
@@ -13,65 +13,75 @@ from shoal.verification.consensus.records import Reveal
 from shoal.verification.consensus.reputation import Table
 from shoal.verification.consensus.rulings import Electorates, Ruling, operator
 
-FIELD = "odds"
-"""Name of the odds in a reveal's evidence."""
+ODDS_KEY = "odds"
+"""JSON key of the odds in a reveal's evidence, part of the protocol; plain odds there, logarithms
+here.
+"""
 MAX_LOG_ODDS = 69.0
-"""Odds of 1e30 say enough."""
+"""Cap on the logarithm of odds that are read or sent, about 1e30 to 1: nobody is more certain."""
 
 
 def stated_odds(
     table: Table, ledger: Ledger, electorates: Electorates
 ) -> dict[str, dict[str, float]]:
-    """Return the newest stated odds, as natural logarithms: by author, then by the verifier's
-    operator.
+    """Return the odds stated last, as natural logarithms: by author of the claims, then by the
+    verifier's operator.
 
-    Only votes that count are read, so nobody speaks who was not drawn, and an operator speaks once,
-    whatever its number of peers.
+    Last is that of the claim of the highest round. Only votes that count are read, and only drawn
+    verifiers have such, so an operator speaks once, whatever its number of peers. Where the round's
+    electorate is no longer known, each verifier counts as its own operator.
     """
-    found: defaultdict[str, dict[str, float]] = defaultdict(dict)
+    newest: defaultdict[str, dict[str, float]] = defaultdict(dict)
     oldest_first = sorted(
         table.rulings.values(), key=lambda ruling: (ruling.claim.round, ruling.claim.id)
     )
     for ruling in oldest_first:
         electorate = electorates.get(ruling.claim.round)
-        for peer, odds in _of_ruling(ruling, ledger):
-            speaker = operator(electorate, peer) if electorate else peer
-            found[ruling.claim.peer][speaker] = odds
-    return dict(found)
+        for verifier, odds in _odds_in(ruling, ledger):
+            speaker = verifier if electorate is None else operator(electorate, verifier)
+            newest[ruling.claim.peer][speaker] = odds
+    return dict(newest)
 
 
-def _of_ruling(ruling: Ruling, ledger: Ledger) -> list[tuple[str, float]]:
-    """Return who stated which odds in votes that count, in the order of trials."""
-    said: list[tuple[str, float]] = []
+def _odds_in(ruling: Ruling, ledger: Ledger) -> list[tuple[str, float]]:
+    """Return which verifier stated which odds in votes that count, in the order of trials: who is
+    drawn twice has stated the later.
+    """
+    statements: list[tuple[str, float]] = []
     last = len(ruling.trials) - 1
     for attempt, trial in enumerate(ruling.trials):
         case = ruling.claim.id
         number = attempt
+        # The appeal is the last trial; its ballots have the appeal's id and begin at 0.
         if ruling.appeal is not None and attempt == last:
             case = ruling.appeal.id
             number = 0
-        for peer, mark in zip(trial.verifiers, trial.marks, strict=True):
+        for verifier, mark in zip(trial.verifiers, trial.marks, strict=True):
             if mark not in ("valid", "invalid"):
                 continue
-            reveals = ledger.ballots(Reveal, case, number, peer)
+            reveals = ledger.ballots(Reveal, case, number, verifier)
+            # Of several that contradict each other none counts.
             if len(reveals) != 1:
                 continue
             odds = decode_odds(reveals[0].evidence)
             if odds is not None:
-                said.append((peer, odds))
-    return said
+                statements.append((verifier, odds))
+    return statements
 
 
 def decode_odds(evidence: bytes) -> float | None:
-    """Return the logarithm of the odds in a stranger's evidence; None if it states none."""
+    """Return the logarithm of the odds in a stranger's evidence; None if that is no JSON object
+    with a finite number above 0.
+    """
     try:
-        said = json.loads(evidence)
-        odds = said.get(FIELD) if isinstance(said, dict) else None
-        if not isinstance(odds, (int, float)) or isinstance(odds, bool):
+        content = json.loads(evidence)
+        stated = content.get(ODDS_KEY) if isinstance(content, dict) else None
+        if not isinstance(stated, (int, float)) or isinstance(stated, bool):
             return None
-        number = float(odds)
+        odds = float(stated)
     except (ValueError, RecursionError, OverflowError):
+        # No JSON, nested too deeply, or a whole number beyond float.
         return None
-    if not 0 < number < math.inf:
+    if not 0 < odds < math.inf:
         return None
-    return min(math.log(number), MAX_LOG_ODDS)
+    return min(math.log(odds), MAX_LOG_ODDS)

@@ -24,13 +24,13 @@ from torch import Tensor
 from shoal.optim.codecs.base import Codec, Shape
 from shoal.optim.codecs.block_exponents import (
     LARGEST_EXPONENT,
+    LARGEST_SIGMA,
     LEVELS,
     REACH_SIGMAS,
-    SIGMAS,
+    exponents_from_text,
     exponents_of,
     exponents_text,
     known_sigmas,
-    read_exponents,
     sigmas_of,
 )
 from shoal.optim.codecs.block_rows import Rows, rms_of
@@ -187,7 +187,7 @@ class Mod4Codec:
             torch.maximum(expected, MARGIN * known_sigmas(self._measured), out=expected)
         _widen_to_tensors(expected, own)
         least = own.largest * (FINEST_STEP * LEVELS / (2 * REACH_SIGMAS))
-        if not bool((least <= SIGMAS[-1]).all()):
+        if not bool((least <= LARGEST_SIGMA).all()):
             raise ValueError(
                 "a tensor to be sent holds NaN, infinity or values too large: lower the learning "
                 "rate or clip gradients"
@@ -234,8 +234,8 @@ class Mod4Codec:
             raise ValueError(
                 f"the saved state is of the codec {state_dict.get('codec')}, not of {self.name}"
             )
-        measured = read_exponents(state_dict["measured"])
-        moved = read_exponents(state_dict["moved"])
+        measured = exponents_from_text(state_dict["measured"])
+        moved = exponents_from_text(state_dict["moved"])
         usual = float(state_dict.get("usual", 0))
         rho = float(state_dict["rho"])
         apart = int(state_dict["apart"])

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from shoal.optim.codecs.base import Shape, check_payload
 from shoal.optim.codecs.bits import pack, packed_bytes, unpack
-from shoal.optim.codecs.block_exponents import LEVELS, STEPS, UNKNOWN, sigmas_of
+from shoal.optim.codecs.block_exponents import LEVELS, UNKNOWN, sigmas_of, steps_of
 from shoal.optim.codecs.block_rows import BLOCK, SLAB, Rows, together
 from shoal.optim.codecs.floats import FLOAT32
 from shoal.optim.codecs.memory import buffer
@@ -131,7 +131,7 @@ class PairMessage:
         count = len(self.own)
         dither, odd = _stream(seed, count)
         dither.div_(LEVELS)
-        step = STEPS[exponents.int() + 128].unsqueeze(1)
+        step = steps_of(exponents).unsqueeze(1)
         scale = step.reciprocal().div_(LEVELS)
         step = step * LEVELS
         values = buffer(4 * BLOCK * count).view(torch.float32).view(count, BLOCK)
@@ -171,7 +171,7 @@ class PairMessage:
         ``read`` is used up.
         """
         dither, _ = _stream(self.seed, len(self.own))
-        step = STEPS[self.exponents.int() + 128].unsqueeze(1)
+        step = steps_of(self.exponents).unsqueeze(1)
         for z, values, stepping in together(self._points(dither), read.values, step):
             values.sub_(z.sub_(dither[: len(z)]).mul_(stepping))
         read.values[~read.kept | self.refused(refused)] = 0
@@ -205,7 +205,7 @@ class PairMessage:
 
     def _points(self, dither: Tensor) -> Iterator[Tensor]:
         """Yield z of a slab after the other, in memory that the next one overwrites."""
-        scale = STEPS[self.exponents.int() + 128].reciprocal().unsqueeze(1)
+        scale = steps_of(self.exponents).reciprocal().unsqueeze(1)
         room = torch.empty_like(dither)
         for own, scaling in together(self.own.slabs(), scale):
             yield torch.addcmul(dither[: len(own)], own, scaling, out=room[: len(own)]).round_()
@@ -214,7 +214,7 @@ class PairMessage:
         """Return for each slab whether the sum of a digest needs its numbers modulo 256, for
         float32 to hold it.
         """
-        points = self.own.largest * STEPS[exponents.int() + 128].reciprocal()
+        points = self.own.largest * steps_of(exponents).reciprocal()
         return [bool((part >= WIDE_POINT).any()) for (part,) in together(points)]
 
     def _cut(self, rows: Tensor) -> list[Tensor]:

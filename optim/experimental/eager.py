@@ -1,4 +1,5 @@
-"""Eager updates (2502.12996): the others' progress a round late, the own at once. Experimental.
+"""Eager updates (arXiv 2502.12996): a peer applies its own share of a round at once, and the
+others' a round later. Experimental.
 
     opt = Eager(inner, exchange, every=30)          # an exchange has a whole round of time
 
@@ -37,15 +38,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EagerRule:
-    """Rule of eager updates (2502.12996): with g = start - fast and the own share 1/K of a mean,
+    """Rule of eager updates (arXiv 2502.12996). Of round t, with the pseudo-gradient
+    g_t = start - fast:
 
-        e    <- g of this round / K
-        G    <- mean(g of the round before) - e of the round before + e
+        e_t  = share x g_t
+        G    = mean(g_{t-1}) - e_{t-1} + e_t
         slow <- DiLoCo's outer step with G;   fast <- slow;   start <- slow
 
-    The share is that of the last mean, and 1 before the first answer; so without a partner this is
-    DiLoCo up to rounding. The slow weights of peers differ by their own e; ``finish(average=True)``
-    equalises them at the end.
+    ``share`` is this peer's part of the newest mean, 1/K among K equal peers, and 1 before there is
+    a mean. A peer alone is its own mean: mean(g_{t-1}) = e_{t-1} cancels, and this is DiLoCo up to
+    rounding. Slow weights and momentum of peers differ, by their own e;
+    `OuterOptimizer.finish` with ``average=True`` equalises the weights at the end.
     """
 
     lr: float = 0.4
@@ -56,10 +59,11 @@ class EagerRule:
         check_rate_and_momentum(self.lr, self.momentum)
 
     def initial(self, slow: Sequence[Tensor]) -> State:
-        """Return momentum 0, start = slow, no eager part, and share 1."""
+        """Return start = slow, e and momentum 0, and share 1."""
         state = {
             START: [tensor.clone() for tensor in slow],
             AHEAD: zeros(slow),
+            # One a parameter, as every part of the state is.
             "share": [tensor.new_ones(()) for tensor in slow],
         }
         if self.momentum:
@@ -81,37 +85,38 @@ class EagerRule:
     ) -> None:
         """Take one outer step.
 
-        If the mean is not late, it holds the whole displacement and nothing is applied eagerly.
+        A mean that is not late (lag 0, such as the last one of a run) is of this round and holds
+        all of g_t, so e_t is 0. Without a mean there is nothing but e_t to add.
         """
         no_mean = context.members == 0
         if not no_mean:
             for share in state["share"]:
                 share.fill_(context.share)
             if context.lag > 0:
+                # Rounded: it warns once of each value.
                 fresh = round(context.share, 2)
                 warn_if_unstable(self.lr, self.momentum, 1, nesterov=self.nesterov, fresh=fresh)
         gradients = []
         for index, (e, share) in enumerate(zip(state[AHEAD], state["share"], strict=True)):
-            g = -e
+            gradient = -e
             if no_mean or context.lag > 0:
                 e.copy_((state[START][index] - fast[index]) * share)
-                g.add_(e)
+                gradient.add_(e)
             else:
                 e.zero_()
             if not no_mean:
-                g.add_(mean[index])
-            gradients.append(g)
+                gradient.add_(mean[index])
+            gradients.append(gradient)
         outer_step(slow, gradients, state, self.lr, self.momentum, self.nesterov)
         assign(fast, slow)
         assign(state[START], slow)
 
 
 class Eager(OuterOptimizer):
-    """Eager updates (2502.12996): the exchange takes a whole round; the own displacement is applied
-    at once (``EagerRule``).
+    """Optimizer of eager updates: `EagerRule`, and exchanges that take a whole round.
 
-    The paper's outer settings were not available to us. These are stable for any number of peers;
-    momentum 0.9 is not.
+    The paper's outer settings were not available to us. The defaults are stable for any number of
+    peers; momentum 0.9 is not.
     """
 
     def __init__(

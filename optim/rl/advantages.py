@@ -1,4 +1,4 @@
-"""Advantages: by how much a completion is better than the others of its group."""
+"""Advantages: by how much the reward of a completion is above or below the mean of its group."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-EPSILON = 1e-4
-"""Added to the standard deviation of rewards, as in trl: rewards that differ by rounding alone then
-give no advantage.
-"""
-
 Scale = Literal["group", "batch", "none"]
+"""Rewards of which the standard deviation divides an advantage; "none" divides it by nothing."""
+
 Deviation = Literal["population", "sample"]
+"""Whether a sum of n squares is divided by n, or by n - 1."""
+
+STD_EPSILON = 1e-4
+"""Added to the standard deviation, as in Hugging Face's TRL: rewards that differ only by rounding
+then give an advantage near 0, and not near 1.
+"""
 
 
 def group_advantages(
@@ -23,18 +26,20 @@ def group_advantages(
     scale: Scale = "group",
     deviation: Deviation = "population",
 ) -> Tensor:
-    """Return each completion's advantage over its group (GRPO, 2402.03300, section 4.1):
+    """Return each completion's advantage over its group, the completions of one question (GRPO,
+    arXiv 2402.03300, section 4.1):
 
-        A = (reward - mean) / (standard deviation + 1e-4)
+        A = (reward - mean of the group) / (standard deviation + STD_EPSILON)
 
-    exactly 0 in a group of equal rewards, or of one; its tokens still count in the mean.
+    It is exactly 0 where all rewards of a group are equal, or the group is of one. Only its own
+    node computes it, so no other needs the same bits.
 
     Args:
-        rewards: float (B,).
-        group: int64 (B,), any numbers, equal within a group; groups may differ in size.
-        scale: "group": the deviation of the group's rewards; "batch": of all rewards
-            (2508.08221); "none": A is not divided (Dr. GRPO, 2503.20783).
-        deviation: "population" divides squares by their number, "sample" by one less, as trl does.
+        rewards: (B,) of a floating-point dtype, one for each of B completions.
+        group: int64 (B,), which group each completion is of: any numbers, in any order.
+        scale: "group": the deviation of the group's rewards; "batch": of all rewards (arXiv
+            2508.08221); "none": A = reward - mean (Dr. GRPO, arXiv 2503.20783).
+        deviation: "population" as in GRPO's paper, or "sample" as in TRL.
 
     Returns:
         (B,) of the rewards' dtype, computed in float64.
@@ -44,8 +49,8 @@ def group_advantages(
     """
     if rewards.ndim != 1 or rewards.shape != group.shape:
         raise ValueError(
-            f"rewards and group must be two equally long rows, got {tuple(rewards.shape)} and "
-            f"{tuple(group.shape)}"
+            "rewards and group must both be of the shape (B,), got "
+            f"{tuple(rewards.shape)} and {tuple(group.shape)}"
         )
     if not bool(rewards.isfinite().all()):
         raise ValueError(
@@ -53,22 +58,22 @@ def group_advantages(
             "completion"
         )
     values = rewards.double()
-    ids, place = torch.unique(group, return_inverse=True)
-    zeros = values.new_zeros(ids.numel())
-    count = zeros.index_add(0, place, torch.ones_like(values))
-    difference = values - (zeros.index_add(0, place, values) / count)[place]
-    fewer = 1 if deviation == "sample" else 0
+    ids, index = torch.unique(group, return_inverse=True)
+    per_group = values.new_zeros(ids.numel())
+    count = per_group.index_add(0, index, torch.ones_like(values))
+    difference = values - (per_group.index_add(0, index, values) / count)[index]
+    correction = 1 if deviation == "sample" else 0
     advantages = difference
     if scale == "group":
-        squares = zeros.index_add(0, place, difference.square())
-        std = (squares / (count - fewer).clamp(min=1)).sqrt()
-        advantages = difference / (std[place] + EPSILON)
+        sum_of_squares = per_group.index_add(0, index, difference.square())
+        std = (sum_of_squares / (count - correction).clamp(min=1)).sqrt()
+        advantages = difference / (std[index] + STD_EPSILON)
     elif scale == "batch":
-        squares = (values - values.mean()).square().sum()
-        std = (squares / max(values.numel() - fewer, 1)).sqrt()
-        advantages = difference / (std + EPSILON)
-    # Not by std > 0: the mean of eight times 0.1 is not 0.1, and equal rewards are to give exactly
-    # 0.
-    least = zeros.scatter_reduce(0, place, values, "amin", include_self=False)
-    most = zeros.scatter_reduce(0, place, values, "amax", include_self=False)
-    return torch.where((least < most)[place], advantages, 0.0).to(rewards.dtype)
+        # About the mean of the batch, and not of each group.
+        sum_of_squares = (values - values.mean()).square().sum()
+        std = (sum_of_squares / max(values.numel() - correction, 1)).sqrt()
+        advantages = difference / (std + STD_EPSILON)
+    # Not by std > 0: the computed mean of eight rewards of 0.1 is not 0.1.
+    lowest = per_group.scatter_reduce(0, index, values, "amin", include_self=False)
+    highest = per_group.scatter_reduce(0, index, values, "amax", include_self=False)
+    return torch.where((lowest < highest)[index], advantages, 0.0).to(rewards.dtype)

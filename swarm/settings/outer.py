@@ -279,6 +279,13 @@ class OuterSettings(BaseModel):
         return self.model_copy(update=update)
 
     @property
+    def rounds_in_seconds(self) -> bool:
+        """Whether a round lasts so many seconds, and not steps or tokens: nobody waits then for a
+        slow member.
+        """
+        return self.round.startswith("seconds")
+
+    @property
     def weighing(self) -> Literal["equal", "tokens", "rate"]:
         """``weights``, or the default: tokens in rounds of seconds, where peers process unequal
         amounts, otherwise the method's.
@@ -292,7 +299,7 @@ class OuterSettings(BaseModel):
             return "equal"
         if self.weights is not None:
             return self.weights
-        if self.round.startswith("seconds") and method.weights == "equal":
+        if self.rounds_in_seconds and method.weights == "equal":
             return "tokens"
         return method.weights
 

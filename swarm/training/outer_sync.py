@@ -84,7 +84,7 @@ class OuterSync:
             membership.directory,
             me,
             clock,
-            in_seconds=membership.manifest.outer.round.startswith("seconds"),
+            in_seconds=membership.manifest.outer.rounds_in_seconds,
         )
         exchange.sketch = self.sketch
 

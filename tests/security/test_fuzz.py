@@ -147,7 +147,7 @@ DIGESTS = {
 """Numbers of digests, keys and constants, all of one length."""
 OWN = {
     "optim/codecs/mod4.py:Mod4Codec.load_state_dict",
-    "optim/codecs/block_exponents.py:read_exponents",
+    "optim/codecs/block_exponents.py:exponents_from_text",
     "node/checkpoint/packing.py:_pack_array",
     "node/checkpoint/store.py:prove",
     "node/doctor/machine_checks.py:_event",

@@ -17,7 +17,14 @@ from prometheus_client.parser import text_string_to_metric_families as parse
 
 from shoal.node.listen_address import Address, parse_address
 from shoal.node.metrics.log import About, MetricsError, RoundRecord
-from shoal.node.metrics.prometheus import MEASURES, MOST_OF_RANGE, WAITS, Board, Endpoint, readings
+from shoal.node.metrics.prometheus import (
+    MEASURES,
+    MOST_OF_RANGE,
+    WAIT_BUCKETS_S,
+    Board,
+    Endpoint,
+    readings,
+)
 from shoal.node.metrics.sinks import PROGRESS_S, Curves
 from shoal.swarm.identity import Identity
 from shoal.swarm.wire.record import (
@@ -283,7 +290,7 @@ def test_events_as_prometheus_sees_them(endpoint):
     }
     buckets = [
         waits["shoal_round_wait_seconds_bucket", (("le", bound),)]
-        for bound in (*map(str, WAITS), "+Inf")
+        for bound in (*map(str, WAIT_BUCKETS_S), "+Inf")
     ]
     assert buckets == [0, 0, 0, 1, 1, 1, 1, 1, 2, 2]
     assert (
@@ -305,9 +312,9 @@ def test_the_histogram_counts_every_wait_once(waits):
             for s in families["shoal_round_wait_seconds"].samples
             if "le" in s.labels
         }
-        assert counts == {str(bound): sum(w <= bound for w in waits) for bound in WAITS} | {
-            "+Inf": len(waits)
-        }
+        assert counts == {
+            str(bound): sum(w <= bound for w in waits) for bound in WAIT_BUCKETS_S
+        } | {"+Inf": len(waits)}
 
 
 def test_taken_port_is_one_sentence(endpoint):

@@ -460,7 +460,7 @@ def test_the_size_is_that_of_the_model_that_is_made(size):
     assert all(parameter.is_meta for parameter in small.parameters())
     *outline, vocabulary = size
     counted = sum(p.numel() for p in made.parameters())
-    assert TextSize(*outline).parameters(vocabulary) == counted
+    assert TextSize(*outline).parameter_count(vocabulary) == counted
 
 
 def test_task_setup_passes_no_model(monkeypatch):

@@ -32,16 +32,16 @@ def crowd(size, senders=1):
 def test_every_candidate_is_accounted_for(candidates, options):
     """What is picked is fit and everything else is accounted for."""
     picked = select(candidates, round=7, **options)
-    chosen = [candidates[place] for place in picked.places]
+    chosen = [candidates[place] for place in picked.indices]
     assert all(has_spread(one.rewards) and one.round >= 7 - options["max_age"] for one in chosen)
     assert len({one.key for one in chosen}) == len(chosen) <= options["count"]
     assert max(Counter(one.sender for one in chosen).values(), default=0) <= (
         options["per_sender"] or 99
     )
-    assert tuple(picked.left) == REASONS
-    assert sum(picked.left.values()) + len(chosen) == len(candidates)
-    assert picked.left["duplicate"] == len(candidates) - len({one.key for one in candidates})
-    if picked.left["not_drawn"]:
+    assert tuple(picked.left_out) == REASONS
+    assert sum(picked.left_out.values()) + len(chosen) == len(candidates)
+    assert picked.left_out["duplicate"] == len(candidates) - len({one.key for one in candidates})
+    if picked.left_out["not_drawn"]:
         assert len(chosen) == options["count"]
 
 
@@ -52,8 +52,8 @@ def test_the_order_in_which_groups_came_does_not_matter(candidates, options, ran
         random.sample(candidates, len(candidates)),
     )
     second = select(shuffled, round=7, **options)
-    assert [candidates[place] for place in first.places] == [
-        shuffled[place] for place in second.places
+    assert [candidates[place] for place in first.indices] == [
+        shuffled[place] for place in second.indices
     ]
     assert first.left == second.left
 
@@ -65,7 +65,7 @@ def test_a_group_without_spread_changes_nothing_but_its_count(candidates, option
         select(candidates, round=7, **options),
         select(candidates + dull, round=7, **options),
     )
-    assert with_them.places == without.places
+    assert with_them.indices == without.indices
     assert with_them.left == {**without.left, "no_spread": without.left["no_spread"] + 4}
 
 
@@ -83,7 +83,7 @@ def test_reasons():
         replace(good, key="more"),
     ]
     picked = select(candidates, 5, seed=0, round=7, max_age=2, per_sender=1)
-    assert picked.left == {
+    assert picked.left_out == {
         "duplicate": 1,
         "stale": 1,
         "off_policy": 0,
@@ -91,7 +91,7 @@ def test_reasons():
         "over_quota": 1,
         "not_drawn": 0,
     }
-    assert {candidates[place].sender for place in picked.places} == {"anna", "bert"}
+    assert {candidates[place].sender for place in picked.indices} == {"anna", "bert"}
 
 
 def test_a_group_does_not_grow_young_by_being_sent_again():
@@ -108,7 +108,7 @@ def test_the_draw_is_uniform_and_fresh_each_round():
     met = Counter()
     together = Counter()
     for round in range(rounds):
-        places = select(candidates, count, seed=5, round=round, max_age=rounds).places
+        places = select(candidates, count, seed=5, round=round, max_age=rounds).indices
         met.update(places)
         together.update([tuple(sorted(places))])
     expected = rounds * count / 10
@@ -132,7 +132,7 @@ def test_large_sender_is_sampled():
         for round in range(200)
     ]
     assert all(one.left["over_quota"] == 998 and one.left["not_drawn"] == 1 for one in picked)
-    drawn = [one.places for one in picked]
+    drawn = [one.indices for one in picked]
     from_flood = [[place for place in places if place < 1000] for places in drawn]
     assert all(len(places) <= 2 for places in from_flood)
     assert (
@@ -145,7 +145,7 @@ def test_the_order_is_by_the_documented_hash():
         range(6),
         key=lambda place: hashlib.sha256(f"shoal/rollouts/1:7:3:{place}".encode()).digest(),
     )
-    assert select(crowd(6), 4, seed=7, round=3, max_age=3).places == tuple(ordered[:4])
+    assert select(crowd(6), 4, seed=7, round=3, max_age=3).indices == tuple(ordered[:4])
 
 
 @pytest.mark.parametrize("wrong", [{"count": -1}, {"max_age": -1}, {"per_sender": 0}])
@@ -157,8 +157,8 @@ def test_what_makes_no_sense_is_refused(wrong):
 def test_max_behind_leaves_out_what_an_older_policy_wrote():
     candidates = [Candidate(str(behind), "peer", 0, (0.0, 1.0), behind) for behind in range(5)]
     picked = select(candidates, 9, seed=1, round=0, max_age=0, max_behind=2)
-    assert sorted(candidates[place].behind for place in picked.places) == [0, 1, 2]
-    assert picked.left["off_policy"] == 2
-    assert len(select(candidates, 9, seed=1, round=0, max_age=0).places) == 5
+    assert sorted(candidates[place].behind for place in picked.indices) == [0, 1, 2]
+    assert picked.left_out["off_policy"] == 2
+    assert len(select(candidates, 9, seed=1, round=0, max_age=0).indices) == 5
     with pytest.raises(ValueError, match="max_behind"):
         select(candidates, 9, seed=1, round=0, max_age=0, max_behind=-1)

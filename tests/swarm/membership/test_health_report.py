@@ -238,8 +238,8 @@ def test_the_table_has_the_times_and_the_sentences_below():
     }
     assert "Inner optimizer" not in table(report)
     assert (
-        "\nChanged by the creator, from round 4 on: train.lr=0.0001 (5 of 6 members have the "
-        "change).\n" in table(report)
+        "\nChanged by the creator, from round 4 on: train.lr=0.0001 (5 of 6 members in view have "
+        "the change).\n" in table(report)
     )
     report["optimizer"] = "muon"
     shown = table(report)
@@ -312,7 +312,7 @@ def test_sample_sums_are_scaled_with_certainty():
     assert found["error"] == 0.2, "a bucket of 25 is 25 give or take 5"
     said = totals_said(found)
     assert said.startswith("About 400 peers (± 20 %), estimated from the 25 in view: ")
-    assert said.endswith(": 40,000 tokens a second in all, median loss 12.0000.")
+    assert said.endswith(": about 40,000 tokens a second in all, median loss 12.0000.")
 
 
 @pytest.mark.parametrize(
