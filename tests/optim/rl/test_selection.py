@@ -55,7 +55,7 @@ def test_the_order_in_which_groups_came_does_not_matter(candidates, options, ran
     assert [candidates[place] for place in first.indices] == [
         shuffled[place] for place in second.indices
     ]
-    assert first.left == second.left
+    assert first.left_out == second.left_out
 
 
 @given(CANDIDATES, OPTIONS)
@@ -66,7 +66,7 @@ def test_a_group_without_spread_changes_nothing_but_its_count(candidates, option
         select(candidates + dull, round=7, **options),
     )
     assert with_them.indices == without.indices
-    assert with_them.left == {**without.left, "no_spread": without.left["no_spread"] + 4}
+    assert with_them.left_out == {**without.left_out, "no_spread": without.left_out["no_spread"] + 4}
 
 
 def test_reasons():
@@ -100,7 +100,7 @@ def test_a_group_does_not_grow_young_by_being_sent_again():
         [old, replace(old, sender="anna", round=7)],
         [replace(old, sender="anna", round=7), old],
     ):
-        assert select(copies, 1, seed=0, round=7, max_age=2).left["stale"] == 1
+        assert select(copies, 1, seed=0, round=7, max_age=2).left_out["stale"] == 1
 
 
 def test_the_draw_is_uniform_and_fresh_each_round():
@@ -131,7 +131,7 @@ def test_large_sender_is_sampled():
         select(flood + few, 4, seed=1, round=round, max_age=200, per_sender=2)
         for round in range(200)
     ]
-    assert all(one.left["over_quota"] == 998 and one.left["not_drawn"] == 1 for one in picked)
+    assert all(one.left_out["over_quota"] == 998 and one.left_out["not_drawn"] == 1 for one in picked)
     drawn = [one.indices for one in picked]
     from_flood = [[place for place in places if place < 1000] for places in drawn]
     assert all(len(places) <= 2 for places in from_flood)
