@@ -126,9 +126,11 @@ def totals(members: Mapping[str, Member], size: int) -> dict[str, Any]:
 
 
 def totals_said(found: Mapping[str, Any]) -> str:
-    """Return what `totals` found in one sentence; estimates are called so."""
+    """Return what `totals` found in one sentence; estimates are called so, and sums left out where
+    a few members in view do not bear them.
+    """
     said = []
-    if found["tokens_per_s"]:
+    if found["tokens_per_s"] and found["error"] <= _MAX_SHOWN_ERROR:
         about = "about " if found["sampled"] else ""
         said.append(f"{about}{found['tokens_per_s']:,.0f} tokens a second in all")
     if found["loss"] is not None:

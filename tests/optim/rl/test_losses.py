@@ -476,7 +476,7 @@ def test_what_does_not_fit_is_refused():
             Completions(rows + bad, rows, flags, row)
     with pytest.raises(ValueError, match="reward is not finite"):
         group_advantages(torch.tensor([1.0, math.inf]), torch.tensor([0, 0]))
-    with pytest.raises(ValueError, match="shape .B,."):
+    with pytest.raises(ValueError, match=r"shape \(B,\)"):
         group_advantages(row, torch.tensor([0]))
     batch = Completions(rows, rows, flags, row)
     with pytest.raises(ValueError, match="per must be"):
