@@ -65,12 +65,11 @@ def select(
 ) -> Selection:
     """Pick ``count`` candidates, or all that may be, in a random order.
 
-    A candidate is left out for the first of `REASONS` that applies. Every group has the same chance
-    to come first, so who shares more is drawn more often, up to ``per_sender`` groups.
+    A candidate is left out for the first of `REASONS` that applies. Every group is as likely to
+    come first, so who shares more is drawn more often.
 
     Args:
-        candidates: in any order. Of copies (same key) the one that arrived first is considered, so
-            that a group does not become younger by being sent again.
+        candidates: in any order. Of copies (same key) the one that arrived first is considered.
         count: how many to pick.
         seed: the node's own, and secret: a sender who knew it could vary its groups until they
             come first.
