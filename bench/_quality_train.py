@@ -24,6 +24,7 @@ from shoal.node.data.source import Document
 from shoal.node.task import Shard
 from shoal.node.tasks.text import TextTask
 from shoal.optim import FLOAT32, Alone, OuterOptimizer, Simulation, codec_named
+from shoal.optim.codecs.two_way import two_way
 from shoal.optim.exchange.base import Contribution, Exchange, Handle
 from shoal.optim.exchange.simulation import SimulatedExchange
 from shoal.optim.outer.inner import as_one
@@ -115,11 +116,15 @@ class Meter(Exchange):
 
     def __init__(self, exchange: Exchange) -> None:
         self.exchange, self.bytes = exchange, 0
+        self.back_bytes = 0
+        """Of averages, where they come back by a codec of their own."""
 
     def start(self, contribution: Contribution) -> Handle:
-        self.bytes += contribution.codec.nbytes(
-            [tuple(tensor.shape) for tensor in contribution.tensors]
-        )
+        shapes = [tuple(tensor.shape) for tensor in contribution.tensors]
+        self.bytes += contribution.codec.nbytes(shapes)
+        codec = two_way(contribution.codec)
+        if codec is not None:
+            self.back_bytes += codec.back.nbytes(shapes)
         return self.exchange.start(contribution)
 
 

@@ -26,10 +26,11 @@ that come with the benchmark.
 mean over their losses. "over_ddp_adamw": how much higher than data parallel training's, seed by
 seed, as a part. "bytes_per_param_step": bytes of payload that leave a peer for each parameter and
 inner step, with K peers: of the payload that a run handed to the exchange a pair sends 1, who
-gathers K - 1, and who all-reduces float32 2 (K - 1) / K, as in a ring
-(``shoal.swarm.exchange.cost``). "times_fewer": how many times fewer these are than in data parallel
-training of as many peers, which all-reduces at every step. "utilisation": computed, for a model of
-10 million parameters with steps of 0.1 s, on links of Mbit/s "/" milliseconds one way.
+gathers K - 1, who all-reduces float32 2 (K - 1) / K, as in a ring, and who averages a share for all
+(K - 1) / K of that and of the averages that come back (``shoal.swarm.exchange.cost``; the codecs of
+both ways stand in the codec's name). "times_fewer": how many times fewer these are than in data
+parallel training of as many peers, which all-reduces at every step. "utilisation": computed, for a
+model of 10 million parameters with steps of 0.1 s, on links of Mbit/s "/" milliseconds one way.
 "loss_at_equal_time": the loss after those steps that fit into the time in which peers that never
 wait make all of them, interpolated in the curve of the same run (whose learning rate was made for
 more steps). "lag": the steps that an exchange takes there, at most a round; the loss is that of a

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench._table.methods import TUNED_PEERS
+from shoal.optim.codecs.two_way import SEPARATOR
 
 Row = dict[str, Any]
 COLUMNS = (
@@ -121,12 +122,13 @@ def frontier(shown: Sequence[Row]) -> list[Row]:
 
 
 def label(row: Row) -> str:
-    codec = str(row["codec"]).partition("+")[0]
-    return (
-        INNER_NAMES[row["inner"]]
-        if row["method"] == "ddp"
-        else f"{CODEC_NAMES.get(codec, codec)}, every {row['every']}"
-    )
+    if row["method"] == "ddp":
+        return INNER_NAMES[row["inner"]]
+    names = []
+    for codec in str(row["codec"]).split(SEPARATOR):
+        base = codec.partition("+")[0]
+        names.append(CODEC_NAMES.get(base, base))
+    return f"{', back in '.join(names)}, every {row['every']}"
 
 
 def place(

@@ -24,8 +24,16 @@ def name(link: tuple[int, int]) -> str:
     return "/".join(map(str, link))
 
 
-def work(method: str, codec: str, peers: int, every: int, bytes_per_param: float) -> Work:
-    """What a node does in a round, in which it hands ``bytes_per_param`` to the exchange.
+def work(
+    method: str,
+    codec: str,
+    peers: int,
+    every: int,
+    bytes_per_param: float,
+    back_per_param: float = 0.0,
+) -> Work:
+    """What a node does in a round, in which it hands ``bytes_per_param`` to the exchange, and
+    averages come back in ``back_per_param`` (0: everybody gets whole contributions).
 
     What gloo sends (DDP, torchft) is counted at its best: a ring that takes the link's time and
     nothing else. DDP hides all of it behind one step of computing.
@@ -54,6 +62,7 @@ def work(method: str, codec: str, peers: int, every: int, bytes_per_param: float
         fragments(method, every),
         late,  # type: ignore[arg-type]
         sums=codec == "float32",
+        back=math.ceil(back_per_param * PARAMETERS),
         costs=costs,
     )
 

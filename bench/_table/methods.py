@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from bench._quality_methods import FRAGMENTS, METHODS, RATES, Recipe
+from shoal.optim.codecs.two_way import SEPARATOR
 
 INNERS = ("adamw", "muon")
 TUNED_EVERY = 50
@@ -17,6 +18,8 @@ TORCHFT = TORCHFT_DILOCO, TORCHFT_STREAMING = ("torchft", "torchft-streaming")
 PAPER = "topk2+ef:0.95"
 AUTHORS = "topk2-senders+ef:0.95"
 FOUR_BITS, TWO_BITS, ONE_BIT = "e3m0+ef", "auto:2+ef", "sign+ef"
+BACK = tuple(f"{ONE_BIT}{SEPARATOR}{back}" for back in (ONE_BIT, TWO_BITS, FOUR_BITS))
+"""One bit a value there, and averages back in one, two and four (`outer.codec_back`)."""
 SKIPPED = {
     "hivemind": "its Optimizer averages parameters in the background and knows no outer optimizer, "
     "and the wall clock decides how "
@@ -52,8 +55,8 @@ CODECS: dict[str, tuple[str, ...]] = {
     "ddp": ("float32",),
     "snoo": ("float32",),
     "local-sgd": ("float32", "int8"),
-    "diloco": ("float32", FOUR_BITS, TWO_BITS, ONE_BIT),
-    "streaming": ("float32", FOUR_BITS, ONE_BIT),
+    "diloco": ("float32", FOUR_BITS, TWO_BITS, ONE_BIT, *BACK),
+    "streaming": ("float32", FOUR_BITS, ONE_BIT, *BACK),
     "streaming-mix": ("float32", FOUR_BITS, ONE_BIT),
     "noloco": ("float32", "int8"),
     "noloco-overlap": ("float32", "int8", "mod4"),
@@ -140,6 +143,13 @@ OFTEN = (
 """Short rounds of one bit a value: about the bytes of 4 bits every 50, and fewer than a thousandth
 of data parallel training's.
 """
+WAYS_BACK = [
+    cell(name, codec=codec, peers=peers, every=16)
+    for peers in (4, 8)
+    for name in ("diloco", "streaming")
+    for codec in (ONE_BIT, *BACK)
+]
+"""What averages back in few bits cost and save, beside contributions that all get whole."""
 FLOOR = [
     cell("local-sgd", inner, "float32", peers, 1) for inner in reversed(INNERS) for peers in (4, 8)
 ]
@@ -151,6 +161,7 @@ SPREAD = ("diloco", "noloco-overlap", "streaming", "noloco")
 def _order() -> Iterator[Sequence[Cell]]:
     yield FIRST
     yield OFTEN
+    yield WAYS_BACK
     yield FLOOR
     yield [cell(name) for name in OTHERS]
     yield [cell("diloco", codec="float32"), cell("noloco-overlap", codec="float32")]
@@ -217,4 +228,5 @@ def lag(method: str, every: int, codec: str = "") -> int:
         return every
     if method == TORCHFT_STREAMING:
         return every // fragments(method, every) - 1
-    return max(1, min(QUICK.get(codec, LAG), 5 * every // 8)) if RECIPES[method].overlap else 0
+    there = codec.partition(SEPARATOR)[0]
+    return max(1, min(QUICK.get(there, LAG), 5 * every // 8)) if RECIPES[method].overlap else 0

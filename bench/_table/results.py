@@ -59,9 +59,9 @@ def _row(cell: tuple[Any, ...], runs: Sequence[Row]) -> Row:
     row["bytes_per_param_step"] = row["times_fewer"] = None
     row["utilisation"], row["loss_at_equal_time"], row["lag"] = {}, {}, {}
     if good:
-        what = links.work(
-            row["method"], row["codec"], row["peers"], row["every"], good[0]["bytes_per_param"]
-        )
+        place = (row["method"], row["codec"], row["peers"], row["every"])
+        back = good[0].get("back_per_param", 0.0)
+        what = links.work(*place, good[0]["bytes_per_param"], back)
         row["bytes_per_param_step"] = per_param_step(what, links.PARAMETERS)
         row["times_fewer"] = times_fewer(what, links.PARAMETERS)
         row["utilisation"], row["loss_at_equal_time"], row["lag"] = _at_equal_time(row, good, what)

@@ -166,6 +166,8 @@ class Trained(NamedTuple):
     """Bytes that a peer handed to the exchange."""
     curve: list[tuple[int, float]]
     """Of the first peer, on a sample."""
+    back: int = 0
+    """Bytes of averages, where they come back by a codec of their own."""
 
 
 def data_parallel(spec: Spec, place: Place) -> Trained:
@@ -209,7 +211,7 @@ def outer(spec: Spec, place: Place, steer: Steer | None = None) -> Trained:
         arguments["lag"] = lag(spec.method, spec.every, spec.codec)
     at, curve = set(marks(spec.steps, spec.every)), list[tuple[int, float]]()
 
-    def peer(exchange: SimulatedExchange) -> tuple[nn.Module, int]:
+    def peer(exchange: SimulatedExchange) -> tuple[nn.Module, int, int]:
         task, model, first = (
             place.task(spec, spec.peers),
             place.model(spec),
@@ -239,17 +241,16 @@ def outer(spec: Spec, place: Place, steer: Steer | None = None) -> Trained:
                 with optimizer.averaged():
                     curve.append((step, held_out(task, model, "loss", ON_THE_WAY)))
         finish(optimizer)
-        return model, meter.bytes
+        return model, meter.bytes, meter.back_bytes
 
     size = 2 if made.group == "pair" else spec.peers
-    found = list(
-        Simulation[tuple[nn.Module, int]](names, seed=spec.seed, size=size).run(peer).values()
-    )
-    return Trained(
-        [model for model, _ in found],
-        max(sent for _, sent in found) if spec.peers > 1 else 0,
-        curve,
-    )
+    simulation = Simulation[tuple[nn.Module, int, int]](names, seed=spec.seed, size=size)
+    found = list(simulation.run(peer).values())
+    models = [model for model, _, _ in found]
+    if spec.peers == 1:
+        return Trained(models, 0, curve)
+    sent = max(sent for _, sent, _ in found)
+    return Trained(models, sent, curve, max(back for _, _, back in found))
 
 
 def _trainer(spec: Spec) -> Callable[[Spec, Place], Trained]:
@@ -303,9 +304,12 @@ def run(spec: Spec, place: Place, steer: Steer | None = None) -> dict[str, Any]:
     sample = held_out(task, trained.models[0], "loss", ON_THE_WAY)
     params = sum(p.numel() for p in trained.models[0].parameters())
     tokens = spec.steps * size.batch // spec.peers * size.context
+    rounds = spec.steps / spec.every
+    back = {"back_per_param": trained.back / rounds / params} if trained.back else {}
     return {
         **result,
-        "bytes_per_param": trained.sent / (spec.steps / spec.every) / params,
+        "bytes_per_param": trained.sent / rounds / params,
+        **back,
         "params": params,
         "tokens": tokens,
         "curve": corrected(trained.curve, sample, result["loss"], spec.steps),

@@ -50,6 +50,11 @@ class E3M0Codec(SectionCodec):
             size += 2 + packed_bytes(rest, 4)
         return size
 
+    def fields(self, section: Tensor, count: int, start: int, stop: int) -> list[Tensor]:
+        """Return the bytes of whole blocks (`shoal.optim.codecs.two_way`)."""
+        end = section.numel() if stop == count else stop // 2
+        return [section[start // 2 : end]]
+
     def write(self, tensor: Tensor, section: Tensor, checks: Checks) -> None:
         for first, values in slabs(tensor.reshape(-1), BLOCK):
             scales = values.abs().amax(dim=1).bfloat16()

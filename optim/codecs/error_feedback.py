@@ -36,6 +36,8 @@ class ErrorFeedback:
     """
 
     displacement = True
+    residuals = 1
+    """Tensors that its saved state keeps for each one sent."""
 
     def __init__(self, codec: Codec, beta: float = 1.0) -> None:
         if not 0 <= beta <= 1:

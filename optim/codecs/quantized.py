@@ -145,6 +145,14 @@ class DenseCodec(SectionCodec):
         count = math.prod(shape)
         return 4 * blocks(count, self.block) + packed_bytes(count, self.width)
 
+    def fields(self, section: Tensor, count: int, start: int, stop: int) -> list[Tensor]:
+        """Return the scales and the codes of whole blocks (`shoal.optim.codecs.two_way`)."""
+        at = 4 * blocks(count, self.block)
+        first = packed_bytes(start, self.width)
+        last = packed_bytes(stop, self.width)
+        scales = section[4 * blocks(start, self.block) : 4 * blocks(stop, self.block)]
+        return [scales, section[at + first : at + last]]
+
     def _parts(self, section: Tensor, count: int) -> tuple[Tensor, Tensor]:
         at = 4 * blocks(count, self.block)
         return section[:at].view(torch.float32), section[at:]

@@ -5,6 +5,8 @@
     NAME: float32, float16, bfloat16 (or fp32, fp16, bf16), int8, e3m0, sign, topk2[:PART],
     topk2-senders[:PART], auto:BITS; mod4, which takes none of the two
 
+    NAME+ef[:BETA],back=NAME        # averages come back by the second (``two_way``)
+
 ``e3m0+ef`` is e3m0 with error feedback; ``topk2+ef:0.95`` is SparseLoCo's, whose residual fades by
 0.95 a round; ``topk2:0.1+ef`` keeps a tenth of the values in place of a 64th; ``auto:2`` spends 2
 bits a value, more on some tensors than on others; ``sign+matrices+ef`` sends vectors whole
@@ -27,6 +29,7 @@ from shoal.optim.codecs.mod4 import Mod4Codec
 from shoal.optim.codecs.partial import PartialCodec, Scope
 from shoal.optim.codecs.quantized import Int8Codec, SignCodec
 from shoal.optim.codecs.topk import TopK2Codec
+from shoal.optim.codecs.two_way import SEPARATOR, TwoWayCodec
 
 
 class TopK2SendersCodec(TopK2Codec):
@@ -81,6 +84,9 @@ def codec_named(name: str) -> Codec:
 
     ValueError for an unknown name lists the known ones.
     """
+    up, separator, back = name.partition(SEPARATOR)
+    if separator and len(name) <= LONGEST_NAME:
+        return two_way_codec(codec_named(up), codec_named(back))
     match = _NAME.fullmatch(name) if len(name) <= LONGEST_NAME else None
     if match is None:
         raise _unknown(name)
@@ -95,6 +101,18 @@ def codec_named(name: str) -> Codec:
     if match["ef"]:
         return ErrorFeedback(codec, float(match["beta"] or 1))
     return codec
+
+
+def two_way_codec(codec: Codec, back: Codec) -> TwoWayCodec:
+    """Return the codec of contributions by ``codec`` and averages by ``back``. ValueError if they
+    do not fit.
+    """
+    if not isinstance(codec, ErrorFeedback):
+        raise ValueError(
+            f"averages can be sent back by a codec of their own only where contributions have "
+            f"error feedback: choose {codec.name}+ef, or leave out the codec of the way back"
+        )
+    return TwoWayCodec(codec.codec, codec.beta, back)
 
 
 def _unknown(name: str) -> ValueError:

@@ -37,6 +37,7 @@ from torch._C._distributed_c10d import PrefixStore
 from shoal.optim.codecs.base import Codec, all_finite
 from shoal.optim.codecs.floats import FLOAT32
 from shoal.optim.codecs.mod4 import check_no_pair, for_pairs
+from shoal.optim.codecs.two_way import two_way
 from shoal.optim.exchange.base import Contribution, Exchange, Handle, Mean, NoPartner, RoundKey
 from shoal.optim.exchange.gloo_groups import GIVEN_UP, GlooGroups, Payload
 from shoal.optim.exchange.pairing import groups
@@ -320,6 +321,9 @@ class Distributed(Exchange):
         pairs = for_pairs(payload.codec)
         if pairs and payload.message and payload.read:
             round.learn = functools.partial(pairs[0].learn, payload.message, payload.read)
+        codec = two_way(payload.codec)
+        if codec is not None and payload.average is not None:
+            round.learn = functools.partial(codec.keep, payload.average)
         return mean
 
     def _mean(

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import (
     AllgatherOptions,
     AllreduceOptions,
+    AllToAllOptions,
     PrefixStore,
     ProcessGroupGloo,
     Store,
@@ -29,8 +30,16 @@ from shoal.optim.codecs.bits import pack
 from shoal.optim.codecs.buffer_tail import BufferTailCodec
 from shoal.optim.codecs.floats import FLOAT32
 from shoal.optim.codecs.pair_message import PairMessage, Reading
+from shoal.optim.codecs.two_way import Average, TwoWayCodec, two_way
 from shoal.optim.exchange.averaging import mean_of, pair_mean
 from shoal.optim.exchange.base import Mean
+from shoal.optim.exchange.butterfly import (
+    applies,
+    assemble,
+    average_share,
+    deal,
+    mean_of_averages,
+)
 from shoal.optim.exchange.polling import Pause
 from shoal.optim.exchange.store_consensus import ProcessCoordinates, RoundTicket
 from shoal.optim.exchange.update_screen import TRUSTING
@@ -58,6 +67,8 @@ class Payload:
     """What reads the partner's contribution, if the codec is one for pairs."""
     read: Reading | None = None
     """The partner's contribution, once it is here: the codec learns from it if the round counts."""
+    average: Average | None = None
+    """What this process has sent back of its share: the codec keeps it if the round counts."""
 
     @property
     def plain(self) -> bool:
@@ -102,6 +113,7 @@ class GlooGroups:
             group = self._group(ticket, members)
             # With two equal weights the sum is bit-identical to ``weighted_mean``, which swarm and
             # simulation use.
+            both_ways = two_way(own.codec)
             plain = (
                 own.plain and any(weights) and not (own.unweighted_count and len(set(weights)) > 1)
             )
@@ -109,6 +121,8 @@ class GlooGroups:
                 mean = self._summed(group, members, weights, own, over)
             elif own.message is not None:
                 mean = self._pair_mean(group, members, weights, own, own.message, over)
+            elif both_ways is not None and applies(own.codec, len(members), gathers=False):
+                mean = self._averaged(group, members, weights, own, both_ways, over)
             else:
                 mean = self._gathered(group, members, weights, own, over)
             if mean is None:
@@ -175,6 +189,39 @@ class GlooGroups:
             own.unweighted_count,
         )
 
+    def _averaged(
+        self,
+        group: Gloo,
+        members: tuple[int, ...],
+        weights: Sequence[float],
+        own: Payload,
+        codec: TwoWayCodec,
+        over: Callable[[], bool],
+    ) -> Mean | None:
+        """Return the mean of all, of which this process averages a share (a compressed butterfly);
+        None if the round is over.
+        """
+        peers = [str(member) for member in members]
+        dealt = deal(own.shapes, peers)
+        shares = [dealt[peer] for peer in peers]
+        mine = dealt[str(self._process.peer)]
+        sent = [codec.cut(own.data, own.shapes, share) for share in shares]
+        received = self._swap(group, sent, [codec.nbytes(mine.shapes)] * len(peers), over)
+        if not received:
+            return None
+        contributions = []
+        for peer, weight, payload in zip(peers, weights, received, strict=True):
+            contributions.append((peer, weight, codec.decode(payload.clone(), mine.shapes)))
+        average = average_share(codec, mine, contributions, own.unweighted_count)
+        sizes = [codec.average_nbytes(share) for share in shares]
+        payloads = self._swap(group, [average.payload] * len(peers), sizes, over)
+        if not payloads:
+            return None
+        own.average = average
+        parts = [(share, payload.clone()) for share, payload in zip(shares, payloads, strict=True)]
+        stated = list(zip(peers, weights, strict=True))
+        return mean_of_averages(stated, assemble(codec, own.shapes, parts))
+
     def _gathered(
         self,
         group: Gloo,
@@ -214,6 +261,23 @@ class GlooGroups:
         payloads = [torch.empty_like(payload) for _ in range(count)]
         work = group.allgather([payloads], [payload], options)
         return payloads if self._finish(group, work, over) else []
+
+    def _swap(
+        self,
+        group: Gloo,
+        sent: Sequence[Tensor],
+        sizes: Sequence[int],
+        over: Callable[[], bool],
+    ) -> list[Tensor]:
+        """Send each member its bytes; return what each has sent, of these sizes, in the order of
+        the members; empty if the round is over.
+        """
+        options = AllToAllOptions()
+        options.timeout = self._timeout
+        received = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")
+        lengths = [part.numel() for part in sent]
+        work = group.alltoall_base(received, torch.cat(list(sent)), list(sizes), lengths, options)
+        return list(torch.split(received, list(sizes))) if self._finish(group, work, over) else []
 
     def _decoded(self, own: Payload, payload: Tensor) -> Iterable[Tensor]:
         """Yield the decoded tensors lazily, so that not all contributions are in memory at once."""

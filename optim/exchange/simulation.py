@@ -24,8 +24,16 @@ from torch import Tensor
 from shoal.optim.codecs.base import Codec, Shape
 from shoal.optim.codecs.mod4 import check_no_pair, for_pairs
 from shoal.optim.codecs.pair_message import PairMessage, Reading
+from shoal.optim.codecs.two_way import Average, two_way
 from shoal.optim.exchange.averaging import mean_of, middle_mean, pair_mean
 from shoal.optim.exchange.base import Contribution, Exchange, Handle, Mean, RoundKey
+from shoal.optim.exchange.butterfly import (
+    applies,
+    assemble,
+    average_share,
+    deal,
+    mean_of_averages,
+)
 from shoal.optim.exchange.common_mean import common_mean
 from shoal.optim.exchange.pairing import chains, groups
 from shoal.optim.exchange.update_screen import TRUSTING, UpdateScreen
@@ -59,6 +67,7 @@ class _Posted:
     state: tuple[float, ...]
     message: PairMessage | None
     """What was sent by a codec for pairs."""
+    unweighted_count: int = 0
 
     def release(self) -> None:
         self.tensors.clear()
@@ -75,6 +84,16 @@ class _Share:
     """With a codec for pairs: its partner's contribution as it reads it, and the blocks that the
     partner refuses.
     """
+
+
+@dataclass(frozen=True)
+class _Averaged:
+    """What a compressed butterfly ends with."""
+
+    tensors: list[Tensor]
+    """The mean, of the same bits for all."""
+    averages: Mapping[str, Average]
+    """What each member sent back of its share."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +122,8 @@ class _Round:
     fetched: set[str] = field(default_factory=set)
     groups: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """Each peer's group, as long as the same peers are there."""
+    averaged: dict[tuple[str, ...], _Averaged] = field(default_factory=dict)
+    """By the members of a group that did not gather."""
     drawn_at: tuple[int, int] | None = None
     """The ``departures`` at which the groups were drawn."""
 
@@ -203,6 +224,10 @@ class Simulation(Generic[T]):
                 held[place] = self._held(place, exchange, round, readings)
             mean, takers = common_mean(held)
             members = tuple(peer for place, peer in enumerate(exchange) if mean >> place & 1)
+            if members == exchange and self._averages_shares(exchange, round):
+                averaged = _averaged(exchange, round)
+                if averaged is not None:
+                    round.averaged[exchange] = averaged
             for place, peer in enumerate(exchange):
                 if members and takers >> place & 1:
                     shares[peer].append(_Share(members, readings.get(peer)))
@@ -211,6 +236,11 @@ class Simulation(Generic[T]):
 
     def screen_of(self, peer: str, round: _Round) -> UpdateScreen:
         return TRUSTING if round.only else self.screens.get(peer, TRUSTING)
+
+    def _averages_shares(self, group: tuple[str, ...], round: _Round) -> bool:
+        """Return whether the members average a share each for all (a compressed butterfly)."""
+        gathers = any(self.screen_of(peer, round).gathers for peer in group)
+        return applies(round.posted[group[0]].codec, len(group), gathers=gathers)
 
     def _draw_groups(self, round: _Round) -> list[tuple[str, ...]]:
         available = []
@@ -254,6 +284,30 @@ class Simulation(Generic[T]):
             if screen.problem(round.key, lambda: mine.tensors, peer, theirs) is None:
                 held |= 1 << place
         return held
+
+
+def _averaged(group: tuple[str, ...], round: _Round) -> _Averaged | None:
+    """Return the mean of a compressed butterfly, and what each owner is left with; None if a value
+    of it is not finite: then the group gathers.
+    """
+    shapes = round.first[2]
+    shares = deal(shapes, group)
+    averages: dict[str, Average] = {}
+    for owner, share in shares.items():
+        codec = two_way(round.posted[owner].codec)
+        assert codec is not None
+        contributions = []
+        for peer in group:
+            posted = round.posted[peer]
+            contributions.append((peer, posted.weight, share.take(posted.tensors)))
+        unweighted_count = round.posted[owner].unweighted_count
+        try:
+            averages[owner] = average_share(codec, share, contributions, unweighted_count)
+        except ValueError:
+            return None
+    assert codec is not None
+    parts = [(shares[owner], average.payload) for owner, average in averages.items()]
+    return _Averaged(assemble(codec, shapes, parts), averages)
 
 
 def _read_each_other(group: tuple[str, ...], round: _Round) -> dict[str, tuple[Reading, bytes]]:
@@ -305,10 +359,16 @@ class SimulatedExchange(Exchange):
         if not simulation.faults.drop(self.peer, key):
             at = simulation.now + simulation.faults.delay(self.peer, key)
         round.posted[self.peer] = _Posted(
-            at, contribution.weight, arrived, codec, tuple(contribution.state), message
+            at,
+            contribution.weight,
+            arrived,
+            codec,
+            tuple(contribution.state),
+            message,
+            contribution.unweighted_count,
         )
         simulation.time.expect(at)
-        return _SimulatedHandle(simulation, self.peer, round, contribution.unweighted_count)
+        return _SimulatedHandle(simulation, self.peer, round)
 
     def _check_alike(self, round: _Round, codec: Codec, shapes: list[Shape]) -> None:
         """Raise ValueError unless this peer sends what the first one sends."""
@@ -330,14 +390,11 @@ class SimulatedExchange(Exchange):
 
 
 class _SimulatedHandle(Handle):
-    def __init__(
-        self, simulation: Simulation[Any], peer: str, round: _Round, unweighted_count: int
-    ) -> None:
+    def __init__(self, simulation: Simulation[Any], peer: str, round: _Round) -> None:
         self.simulation = simulation
         self.peer = peer
         self.round = round
         self.until = simulation.now + simulation.wait
-        self.unweighted_count = unweighted_count
         self._mean: Mean | None = None
 
     def done(self) -> bool:
@@ -379,25 +436,41 @@ class _SimulatedHandle(Handle):
 
     def _middle_mean(self, means: Sequence[Mean]) -> Mean:
         mine = self.round.posted[self.peer]
-        return middle_mean(mine.codec, mine.tensors, mine.weight, means, self.unweighted_count)
+        return middle_mean(mine.codec, mine.tensors, mine.weight, means, mine.unweighted_count)
 
     def _group_mean(self, members: tuple[str, ...], group: tuple[str, ...]) -> Mean:
+        averaged = self.round.averaged.get(members)
+        if averaged is not None:
+            mean = self._mean_of_averages(members, averaged)
+        else:
+            mean = self._gathered_mean(members)
+        takers = [peer for peer in group if self.round.decided[peer].shares]
+        states = {peer: self.round.posted[peer].state for peer in takers}
+        return replace(mean, states=states if all(states.values()) else {})
+
+    def _gathered_mean(self, members: tuple[str, ...]) -> Mean:
+        mine = self.round.posted[self.peer]
         contributions = []
         for peer in members:
             posted = self.round.posted[peer]
             copies = [tensor.clone() for tensor in posted.tensors]
             contributions.append((peer, posted.weight, copies))
-        mean = mean_of(
+        return mean_of(
             self.simulation.screen_of(self.peer, self.round),
-            self.round.posted[self.peer].codec,
+            mine.codec,
             self.peer,
             self.round.key.fragment,
             contributions,
-            self.unweighted_count,
+            mine.unweighted_count,
         )
-        takers = [peer for peer in group if self.round.decided[peer].shares]
-        states = {peer: self.round.posted[peer].state for peer in takers}
-        return replace(mean, states=states if all(states.values()) else {})
+
+    def _mean_of_averages(self, members: tuple[str, ...], averaged: _Averaged) -> Mean:
+        """Return the mean of a compressed butterfly, and let the codec keep what it owes."""
+        codec = two_way(self.round.posted[self.peer].codec)
+        assert codec is not None
+        codec.keep(averaged.averages[self.peer])
+        stated = [(peer, self.round.posted[peer].weight) for peer in members]
+        return mean_of_averages(stated, [tensor.clone() for tensor in averaged.tensors])
 
     def _pair_mean(self, pair: tuple[str, ...], reading: Reading, refused: bytes) -> Mean:
         """Return the mean of two peers that read each other by their own weights, and let the codec
@@ -416,7 +489,7 @@ class _SimulatedHandle(Handle):
             (self.peer, mine.weight, message),
             (other, self.round.posted[other].weight, reading),
             refused,
-            self.unweighted_count,
+            mine.unweighted_count,
         )
 
     def _release(self, group: tuple[str, ...]) -> None:
@@ -425,5 +498,6 @@ class _SimulatedHandle(Handle):
         """
         self.round.fetched.add(self.peer)
         if self.round.fetched.issuperset(group):
+            self.round.averaged.clear()
             for peer in group:
                 self.round.posted[peer].release()

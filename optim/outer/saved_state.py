@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from shoal.optim.codecs.base import Codec, Rejectable, Resendable, Shape
+from shoal.optim.codecs.error_feedback import ErrorFeedback
 from shoal.optim.exchange.base import RoundKey
 from shoal.optim.outer.checks import (
     check_keys,
@@ -241,7 +242,7 @@ class SavedState(OuterState):
             codec = codecs[number].fresh()
             codec.load_state_dict(memory)
             error = memory.get("error")
-            if error is not None and _shapes(error) != self._sent_shapes(number):
+            if error is not None and _shapes(error) != self._residual_shapes(number):
                 raise ValueError(
                     f"the saved memory of the codec {codec.name} is of other tensors than are sent "
                     "now"
@@ -336,7 +337,7 @@ class SavedState(OuterState):
                     f"the saved exchange in flight of fragment {fragment} has {name!r} of other "
                     "tensors than this model"
                 )
-        if tensors["error"] and _shapes(tensors["error"]) != sent:
+        if tensors["error"] and _shapes(tensors["error"]) != self._residual_shapes(fragment):
             raise ValueError(
                 f"the saved exchange in flight of fragment {fragment} has an error of other "
                 "tensors than are sent"
@@ -359,6 +360,12 @@ class SavedState(OuterState):
         if START not in self.rule_state:
             return []
         return [self.rule_state[START][index] for index in part]
+
+    def _residual_shapes(self, fragment: int) -> list[torch.Size]:
+        """Return the shapes of what a codec with error feedback keeps of a fragment."""
+        codec = self._fragments[fragment].codec
+        times = codec.residuals if isinstance(codec, ErrorFeedback) else 1
+        return self._sent_shapes(fragment) * times
 
     def _sent_shapes(self, fragment: int) -> list[torch.Size]:
         """Return the shapes of the rule's contribution for a fragment, by a trial call.

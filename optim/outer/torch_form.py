@@ -179,7 +179,8 @@ class TorchForm:
             residuals = memory["error"]
             if residuals is None:
                 shapes = self._sent_shapes(fragment)
-                residuals = [torch.zeros(shape, device="cpu") for shape in shapes]
+                times = memory.get("residuals", 1)
+                residuals = [torch.zeros(shape, device="cpu") for shape in shapes * times]
             places = _residual_places(self._parts[fragment], len(residuals))
             for (index, name), residual in zip(places, residuals, strict=True):
                 outer[index][name] = residual
@@ -234,7 +235,7 @@ class TorchForm:
         shapes: Sequence[torch.Size | None] = [None] * len(places)
         own = list(self._parts[fragment]) if fragment < len(self._parts) else []
         if self._sharded and list(part) == own:
-            shapes = self._sent_shapes(fragment)
+            shapes = self._sent_shapes(fragment) * memory.get("residuals", 1)
         residuals = []
         for (index, name), shape in zip(places, shapes, strict=False):
             residuals.append(saved.tensor(index, name, shape))

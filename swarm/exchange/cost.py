@@ -34,6 +34,8 @@ WIRE = 1.013  # bytes on the wire for each byte of payload
 # members from which a group all-reduces plain floats; fewer move no more bytes by gathering, or
 # hardly more
 ALL_REDUCED = 4
+# members from which averages come back by a codec of their own; two send no less than they gather
+AVERAGED = 3
 # of a link, that exchanges may take: the rest is for small messages, newcomers, and the user
 BUSY = 0.8
 GOOD = 0.97  # utilisation that a user need not improve
@@ -87,6 +89,10 @@ class Work:
     sums: bool = True
     """Whether a group may all-reduce: plain floats, no robust rule."""
     max_group: int = 32
+    back: int = 0
+    """Encoded averages of all values, in bytes, where each member averages a share and sends them
+    back by a codec of their own; 0: it does not.
+    """
     costs: Costs = MEASURED
 
     @property
@@ -150,6 +156,8 @@ def payload_sent(work: Work) -> float:
     if work.sums and count >= work.costs.all_reduced:
         # The parts go out in the codec's format, and the averages of the own share in float32.
         return (work.nbytes + FLOAT32 * work.params) * (count - 1) / count
+    if work.back and count >= AVERAGED:
+        return (work.nbytes + work.back) * (count - 1) / count
     return work.nbytes * (count - 1)
 
 

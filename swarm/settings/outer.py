@@ -166,8 +166,12 @@ class OuterSettings(BaseModel):
         if value is not None:
             # Here, as below: it comes with torch, which takes a second that not every command has.
             from shoal.optim import codec_named
+            from shoal.optim.codecs.two_way import two_way
 
-            codec_named(value)
+            if two_way(codec_named(value)) is not None:
+                raise ValueError(
+                    "a swarm sends averages back by no codec of their own yet: leave out ,back="
+                )
         return value
 
     @model_validator(mode="after")

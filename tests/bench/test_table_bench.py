@@ -12,6 +12,7 @@ import pytest
 
 from bench import table as bench
 from bench._table import aims, figure, links, methods, results, text, torchft, train
+from shoal.swarm.exchange.cost import payload_sent
 from tests.bench.table_runs import a_run, ddp, row_of
 
 
@@ -296,6 +297,18 @@ def test_the_plan_has_what_each_method_can_do():
         assert cell.codec in methods.CODECS[cell.method]
         assert not (made.weights and train.codec_named(cell.codec).displacement)
         assert len(made.settings) == 3
+
+
+def test_rows_with_averages_of_their_own_codec_name_and_count_both_ways():
+    row = {"method": "diloco", "inner": "muon", "every": 16}
+    one_bit, _, four_bits = methods.BACK
+    assert figure.label({**row, "codec": one_bit}) == "1 bit, back in 1 bit, every 16"
+    assert figure.label({**row, "codec": four_bits}) == "1 bit, back in 4 bits, every 16"
+    gathered = links.work("diloco", methods.ONE_BIT, 8, 16, 0.125)
+    back = links.work("diloco", four_bits, 8, 16, 0.125, 0.5)
+    assert payload_sent(gathered) == 7 * 0.125 * links.PARAMETERS
+    assert payload_sent(back) == 7 / 8 * 0.625 * links.PARAMETERS
+    assert methods.lag("streaming", 16, one_bit) == methods.lag("streaming", 16, methods.ONE_BIT)
 
 
 LETTERS = "".join(

@@ -2,6 +2,7 @@
 returns something for JSON.
 """
 
+import hashlib
 import logging
 import os
 import signal
@@ -49,6 +50,33 @@ def train(peer, exchange, method, every=3, steps=12, codec="float32"):
 def training(method, size, codec="float32"):
     exchange = Distributed(size=size, seed=5)
     found = train(dist.get_rank(), exchange, method, codec=codec)
+    exchange.close()
+    return found
+
+
+def exchange_random_tensors(exchange, codec, rounds=3):
+    """Return the digest of each mean, and of what this peer owes of the averages in the end."""
+    codec = codec_named(codec)
+    found = []
+    for round in range(rounds):
+        generator = torch.Generator().manual_seed(100 * round + int(exchange.peer))
+        tensors = [torch.randn(shape, generator=generator) for shape in ((1200, 2), (3000,), (5,))]
+        weight = 1.0 + int(exchange.peer)
+        key = RoundKey("run", round)
+        handle = exchange.start(Contribution(key, tensors, weight, codec, unweighted_count=1))
+        mean = handle.result()
+        codec.accepted()
+        found.append([list(mean.members), mean.weight, *map(digest, mean.tensors)])
+    return [*found, [digest(tensor) for tensor in codec.owed or ()]]
+
+
+def digest(tensor):
+    return hashlib.sha256(tensor.numpy().tobytes()).hexdigest()
+
+
+def random_tensors(codec):
+    exchange = Distributed()
+    found = exchange_random_tensors(exchange, codec)
     exchange.close()
     return found
 

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shoal.optim.codecs.mod4 import check_no_pair
+from shoal.optim.codecs.two_way import two_way
 from shoal.optim.exchange.base import Contribution, RoundKey
 from shoal.optim.exchange.update_screen import TRUSTING, UpdateScreen
 from shoal.swarm.errors import MessageError, NetworkError
@@ -222,6 +223,10 @@ class GroupExchange(ExchangeBase):
         ValueError if it is of another run than this swarm, or if the codec refuses the tensors.
         """
         check_no_pair(contribution.codec)
+        if two_way(contribution.codec) is not None:
+            raise ValueError(
+                "a swarm sends averages back by no codec of their own yet: leave out ,back="
+            )
         mine = replace(
             encode_contribution(self._context.swarm, contribution).prepared(), sketch=self.sketch()
         )

@@ -122,6 +122,13 @@ def test_an_all_reduce_of_narrow_floats_returns_averages_in_float32():
     )
 
 
+@pytest.mark.parametrize(("peers", "sent_bytes"), [(2, 1000), (3, 1000), (4, 1125), (8, 1312.5)])
+def test_averages_that_come_back_encoded_cost_a_share_each_way(peers, sent_bytes):
+    """Two members gather, which sends no more."""
+    task = replace(ALL, nbytes=1000, back=500, peers=peers, sums=False)
+    assert payload_sent(task) == sent_bytes
+
+
 def test_seconds_of_an_exchange_are_bytes_round_trips_and_handling():
     each = cost.WIRE * 4 * PARAMS
     assert exchange_s(PAIR, FAST) == pytest.approx(each / 12.5e6 + each * cost.HANDLING)
