@@ -299,7 +299,7 @@ def test_the_plan_has_what_each_method_can_do():
         assert len(made.settings) == 3
 
 
-def test_rows_with_averages_of_their_own_codec_name_and_count_both_ways():
+def test_rows_name_and_count_both_ways():
     row = {"method": "diloco", "inner": "muon", "every": 16}
     one_bit, _, four_bits = methods.BACK
     assert figure.label({**row, "codec": one_bit}) == "1 bit, back in 1 bit, every 16"

@@ -51,7 +51,7 @@ def butterfly(codecs, shapes, contributions, unweighted_count=0):
 
 
 @given(SHAPES)
-def test_slices_hold_every_value_once_and_begin_at_blocks(shapes):
+def test_slices_hold_every_value_once(shapes):
     pieces = [piece for cut in slices(shapes) for piece in cut]
     assert all(piece.start % BLOCK == 0 for piece in pieces)
     for place, shape in enumerate(shapes):
@@ -61,7 +61,7 @@ def test_slices_hold_every_value_once_and_begin_at_blocks(shapes):
         assert ends[-1] == math.prod(shape)
 
 
-def test_a_large_model_has_no_more_slices_than_can_be_dealt_at_once():
+def test_a_large_model_has_no_more_slices():
     cuts = slices([(3 << 20, 4), (5,)])
     assert len(cuts) <= MOST_SLICES
     sizes = [sum(piece.stop - piece.start for piece in cut) for cut in cuts[:-1]]
@@ -70,7 +70,7 @@ def test_a_large_model_has_no_more_slices_than_can_be_dealt_at_once():
 
 @settings(deadline=None, max_examples=40)
 @given(SHAPES, st.sampled_from(UPS), st.integers(0, 99), st.integers(3, 6))
-def test_a_share_of_a_payload_decodes_to_the_values_of_the_whole(shapes, up, seed, count):
+def test_a_share_decodes_to_the_values_of_the_whole(shapes, up, seed, count):
     codec = codec_named(f"{up},back=float32")
     payload = codec.encode(randoms(shapes, seed))
     whole = codec.decode(payload, shapes)
@@ -86,7 +86,7 @@ def test_a_share_of_a_payload_decodes_to_the_values_of_the_whole(shapes, up, see
     st.lists(st.sampled_from([0.0, 1.0, 1.0, 3.7, 90.0]), min_size=3, max_size=6),
     st.integers(0, 3),
 )
-def test_exact_averages_are_the_gathered_mean_bit_by_bit(shapes, up, weights, unweighted_count):
+def test_exact_averages_are_the_gathered_mean(shapes, up, weights, unweighted_count):
     names = NAMES[: len(weights)]
     codecs = {name: codec_named(f"{up},back=float32") for name in names}
     contributions = []
@@ -160,7 +160,7 @@ def test_shares_of_members_hardly_differ_in_size():
     assert max(sizes) < 1.3 * (4 << 20) / len(NAMES)
 
 
-def test_what_is_owed_of_a_slice_is_dropped_once_another_averages_it():
+def test_a_slice_that_moves_is_owed_no_more():
     shapes = [(64 * BLOCK,)]
     codec = codec_named("sign+ef,back=sign+ef")
     codec.encode(randoms(shapes, 0))
@@ -186,7 +186,7 @@ def test_what_is_owed_of_a_slice_is_dropped_once_another_averages_it():
     assert not codec.owed[0][flags(few) & ~flags(many)].any()
 
 
-def test_two_members_or_a_screen_of_whole_contributions_gather():
+def test_two_members_or_a_screen_gather():
     codec = codec_named("sign+ef,back=sign+ef")
     assert applies(codec, 3, gathers=False)
     assert not applies(codec, 2, gathers=False)
@@ -255,7 +255,7 @@ def test_all_simulated_peers_take_the_same_averages(back):
             assert all(map(torch.equal, mean, first))
 
 
-def test_a_screen_that_gathers_ends_the_butterfly_in_a_simulation():
+def test_a_screen_that_gathers_ends_the_butterfly():
     class Gathering(UpdateScreen):
         gathers = True
 
@@ -267,7 +267,7 @@ def test_a_screen_that_gathers_ends_the_butterfly_in_a_simulation():
             assert all(map(torch.equal, mean, other))
 
 
-def test_a_dead_owner_leaves_the_others_with_what_they_owe():
+def test_others_owe_after_an_owner_died():
     found = rounds("sign+ef,back=sign+ef", faults=Faults(kill={"c": 1.5}), last=4)
     assert sorted(found) == ["a", "b", "d"]
     shares = deal(SMALL, ["a", "b", "d"])
