@@ -169,7 +169,9 @@ class CompletionServer:
         for ids, logs in found:
             if not ids or len(ids) != len(logs) or min(ids) < 0 or max(ids) >= vocabulary:
                 raise self._nonsense("tokens that are not the model's, or none")
-        return [(ids[:most], logs[:most]) for ids, logs in found]
+            if len(ids) > most:
+                raise self._nonsense(f"{len(ids)} tokens for at most {most}")
+        return found
 
     def _nonsense(self, why: str) -> PolicyError:
         return PolicyError(

@@ -2,8 +2,9 @@
 
 The node computes the log-probabilities itself: what it learns from are its own, and a server with
 other weights is refused. Before completions are drawn by weights that have changed, the adapter
-goes to the server, by vLLM's /v1/load_lora_adapter; one that answers with older weights all the
-same is refused too (`shoal.node.rl.newest_weights`).
+goes to the server, by vLLM's /v1/load_lora_adapter, and is asked for where it moved most
+(`shoal.node.rl.moved_places`); a server that answers with older weights all the same is refused too
+(`shoal.node.rl.newest_weights`).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch import Tensor
 from shoal.node.packages import require
 from shoal.node.rl.completion_server import CompletionServer, Row
 from shoal.node.rl.hf import HF
+from shoal.node.rl.moved_places import most_moved
 from shoal.node.rl.newest_weights import OlderWeights
 from shoal.node.rl.policy import Choose, Completion, PolicyError
 from shoal.node.user_code import calling
@@ -66,6 +68,8 @@ class Served(HF):
         self._before: list[Tensor] = []
         """Those of the push before."""
         self._evidence = defaultdict[str, OlderWeights](OlderWeights)
+        self._drawn: list[tuple[str, list[int]]] = []
+        """Prompts and completions that the server drew last, at most `PROBED_TOKENS`."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HF:
         """Return a policy that draws itself, for checks of claims."""
@@ -96,7 +100,15 @@ class Served(HF):
             )
         if self._digest() != self._held:
             self.push()
+            self._prove_newest()
         asked = [self._prompt(prompt) for prompt in prompts]
+        told = self._draw(asked, count, temperature=temperature, max_tokens=max_tokens)
+        return self._own(prompts, count, told, temperature)
+
+    def _draw(
+        self, asked: list[list[int]], count: int, *, temperature: float, max_tokens: int
+    ) -> list[Row]:
+        """Return ``count`` completions by the server of each of the prompts ``asked``."""
         request: dict[str, Any] = {
             "prompt": asked,
             "n": count,
@@ -121,8 +133,32 @@ class Served(HF):
         rows = len(asked) * count
         most = rows * max_tokens * TOKEN_BYTES
         answer = self._server.ask("/v1/completions", request, most=most)
-        told = self._server.read(answer, rows, max_tokens, self.vocabulary)
-        return self._own(prompts, count, told, temperature)
+        return self._server.read(answer, rows, max_tokens, self.vocabulary)
+
+    @torch.no_grad()
+    def _prove_newest(self) -> None:
+        """Ask the server for one token at each place where the newest adapter moved most.
+
+        Raises PolicyError if it certainly answers as with older weights. Where its rounding is
+        larger than the update, what it draws later decides.
+        """
+        with self._evaluating():
+            before = self._before or self._no_adapter()
+            places = most_moved(self.logits, lambda: self._weights_of(before), self._drawn)
+            if not places:
+                return
+            asked = [[*self._prompt(one.prompt), *one.prefix] for one in places]
+            told = self._draw(asked, 1, temperature=0.0, max_tokens=1)
+            prompts = [one.prompt for one in places]
+            rows = [[*one.prefix, *ids] for one, (ids, _) in zip(places, told, strict=True)]
+            plain, mask = self.log_probs(prompts, rows, 1.0)
+            own = plain.cpu()
+            last = torch.zeros(mask.shape, dtype=torch.bool, device="cpu")
+            error = torch.zeros(own.shape, device="cpu")
+            for number, (row, (_, logs)) in enumerate(zip(rows, told, strict=True)):
+                last[number, len(row) - 1] = True
+                error[number, len(row) - 1] = logs[0] - own[number, len(row) - 1]
+            self._check_newest(prompts, rows, own, error, last)
 
     @torch.no_grad()
     def _own(
@@ -139,9 +175,9 @@ class Served(HF):
         logs_told: list[float] = []
         for _, logs in told:
             logs_told += logs
-        was_training = self.module.training
-        self.module.eval()
-        try:
+        step = max(1, sum(map(len, rows)) // PROBED_TOKENS)
+        self._drawn = list(zip(each, rows, strict=True))[::step]
+        with self._evaluating():
             plain, mask = self.log_probs(each, rows, 1.0)
             own = plain
             if temperature not in (0.0, 1.0):
@@ -150,9 +186,7 @@ class Served(HF):
             mask = mask.cpu()
             error = torch.zeros(plain.shape, device="cpu")
             error[mask] = torch.tensor(logs_told, device="cpu") - plain[mask]
-            self._check_newest(each, rows, plain, error)
-        finally:
-            self.module.train(was_training)
+            self._check_newest(each[::step], rows[::step], plain[::step], error[::step])
         apart = float(error[mask].abs().mean())
         if not apart <= MAX_APART_NATS:
             raise PolicyError(
@@ -167,24 +201,30 @@ class Served(HF):
         return [flat[start : start + count] for start in range(0, len(flat), count)]
 
     def _check_newest(
-        self, prompts: Sequence[str], rows: Sequence[Sequence[int]], own: Tensor, error: Tensor
+        self,
+        prompts: Sequence[str],
+        rows: Sequence[Sequence[int]],
+        own: Tensor,
+        error: Tensor,
+        counts: Tensor | None = None,
     ) -> None:
         """Raise PolicyError if the server certainly answers without the adapter, or with the one
         before.
 
-        ``error``: the server's log-probabilities minus the ``own``, (B, T).
+        ``error``: the server's log-probabilities minus the ``own``, (B, T); ``counts``: which of
+        them it told, (B, T); None: all.
         """
-        part = slice(None, None, max(1, sum(map(len, rows)) // PROBED_TOKENS))
-        none = [torch.zeros_like(weight) for weight in self._pushed]
         found: list[tuple[float, str]] = []
-        for whose, weights in (("no adapter", none), ("the adapter before it", self._before)):
+        older = (("no adapter", self._no_adapter()), ("the adapter before it", self._before))
+        for whose, weights in older:
             if not weights:
                 continue
             with self._weights_of(weights):
-                older, mask = self.log_probs(prompts[part], rows[part], 1.0)
+                logs, mask = self.log_probs(prompts, rows, 1.0)
             width = mask.shape[1]
-            difference = older.cpu() - own[part, :width]
-            slope = self._evidence[whose].add(error[part, :width], difference, mask.cpu())
+            mask = mask.cpu() if counts is None else counts
+            difference = logs.cpu() - own[:, :width]
+            slope = self._evidence[whose].add(error[:, :width], difference, mask)
             if slope is not None:
                 found.append((slope, whose))
         if found:
@@ -194,6 +234,19 @@ class Served(HF):
                 f"{whose} ({min(slope, 1.0):.0%} of the way): start it again, as vLLM with "
                 "--enable-lora and, if this comes back, --no-enable-prefix-caching."
             )
+
+    def _no_adapter(self) -> list[Tensor]:
+        return [torch.zeros_like(weight) for weight in self._pushed]
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        """Return a block in which the module evaluates."""
+        was_training = self.module.training
+        self.module.eval()
+        try:
+            yield
+        finally:
+            self.module.train(was_training)
 
     @contextmanager
     def _weights_of(self, weights: Sequence[Tensor]) -> Iterator[None]:

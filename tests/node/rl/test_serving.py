@@ -20,6 +20,7 @@ from shoal.node.rl import completion_server
 from shoal.node.rl.environment import Env, Question, canonical
 from shoal.node.rl.hf import HF
 from shoal.node.rl.loading import load_policy, make_task
+from shoal.node.rl.moved_places import PLACES
 from shoal.node.rl.policy import PolicyError
 from shoal.node.rl.strings import Strings
 from shoal.node.rl.task import RLTask
@@ -80,14 +81,16 @@ class Server:
     """HTTP server.
 
     ``kind``: vllm or llama; ``asked``: all (path, body); ``reply``: in place of what it would
-    answer. ``cache``: names of fields which, with a prompt's first tokens, decide whether it is
-    answered by the weights that answered such a prompt first.
+    answer. ``cache``: names of fields which, with a prompt's first token, decide whether it is
+    answered by the weights that answered such a prompt first. ``names``: adapters in their order;
+    ``echo``: prompts are in its answers too.
     """
 
     def __init__(self, model, kind):
         self.model, self.kind, self.asked, self.drawn, self.reply = model, kind, [], [], None
         self.loaded, self.ignores, self.over = {}, False, threading.Event()
         self.cache, self.cached = None, {}
+        self.names, self.echo = [], False
         server = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -122,6 +125,12 @@ class Server:
                 for _ in range(body["n"])
             ]
             self.drawn.append(rows)
+            if self.echo:
+                prompts = [prompt for prompt in body["prompt"] for _ in range(body["n"])]
+                rows = [
+                    (prompt + ids, [-1.0] * len(prompt) + logs)
+                    for prompt, (ids, logs) in zip(prompts, rows, strict=True)
+                ]
             choices = [
                 {"index": place, "text": "?", "logprobs": self.told(*row)}
                 for place, row in enumerate(rows)
@@ -135,11 +144,11 @@ class Server:
             )
         elif handler.path == "/v1/load_lora_adapter":
             place = Path(body["lora_path"])
+            self.names.append(body["lora_name"])
             self.loaded[body["lora_name"]] = load_file(place / "adapter_model.safetensors"), place
             self.model.load(body["lora_name"], place)
             handler.say(200, b"Success")
         elif handler.path == "/v1/unload_lora_adapter":
-            del self.model.made[body["lora_name"]]
             handler.say(200, b"Success")
 
     def weights(self, body, prompt):
@@ -147,7 +156,7 @@ class Server:
         model = self.model.made["" if self.ignores else body.get("model", "")]
         if self.cache is None:
             return model
-        key = (*(body.get(name) for name in self.cache), *prompt[:4])
+        key = (*(body.get(name) for name in self.cache), prompt[0])
         return self.cached.setdefault(key, model)
 
     def told(self, ids, logs):
@@ -274,9 +283,10 @@ def test_server_draws_with_the_trained_adapter(policy, server):
         torch.testing.assert_close(
             torch.tensor(one.log_probs), torch.tensor(logs), atol=1e-4, rtol=0
         )
-    assert server.paths()[3:] == ["load_lora_adapter", "unload_lora_adapter", "completions"]
+    probed_and_drawn = ["completions"] * 2
+    assert server.paths()[3:] == ["load_lora_adapter", "unload_lora_adapter", *probed_and_drawn]
     second = server.asked[-1][1]["model"]
-    assert (second == first, server.asked[-2][1]) == (False, {"lora_name": first})
+    assert (second == first, server.asked[-3][1]) == (False, {"lora_name": first})
     assert not place.exists()
     assert server.loaded[second][1].exists()
 
@@ -302,33 +312,108 @@ def draw(policy, prompts=PROMPTS):
     return policy.generate(prompts, 6, temperature=1.0, max_tokens=6, seed=0)
 
 
-def test_an_adapter_that_is_accepted_and_ignored_is_noticed(policy, server):
-    """verl #7495, ms-swift #9855: it looks like staleness, and nothing says so."""
+def never(server):
+    """It accepts an adapter and ignores it: verl #7495, ms-swift #9855."""
     server.ignores = True
-    changed(policy, by=SMALL)
-    with pytest.raises(PolicyError, match=OLDER.format(server.url, "no adapter")):
+
+
+def one_late(server):
+    """It answers by the adapter before the newest."""
+    server.weights = lambda body, prompt: server.model.made[server.names[-2]]
+
+
+def cached(server):
+    """A prompt that came before is answered from what older weights made of it: NeMo-RL #4018."""
+    server.cache = ()
+
+
+def echoes(server):
+    server.echo = True
+
+
+def without_logs(server):
+    server.told = lambda ids, logs: {"tokens": [f"token_id:{one}" for one in ids]}
+
+
+def answered(server):
+    """Return how many completions were answered: those of a probe, and others."""
+    asked = [body for path, body in server.asked if path == "/v1/completions"]
+    sizes = [(body["max_tokens"], len(body["prompt"]) * body["n"]) for body in asked]
+    probed = sum(size for most, size in sizes if most == 1)
+    return probed, sum(size for _, size in sizes) - probed
+
+
+OLDER_OF = {never: "no adapter", one_late: "the adapter before it", cached: "the adapter before it"}
+
+
+@pytest.mark.parametrize("lie", OLDER_OF)
+def test_probe_finds_older_weights_before_anything_is_drawn(policy, server, lie):
+    """After an update that is a tenth of SMALL, too."""
+    if lie is cached:
+        lie(server)  # it holds the prompts by the time of the update
+    changed(policy, by=SMALL / 10)
+    draw(policy)
+    lie(server)
+    drawn = answered(server)[1]
+    changed(policy, by=SMALL / 10)
+    with pytest.raises(PolicyError, match=OLDER.format(server.url, OLDER_OF[lie])):
         draw(policy)
+    assert answered(server) == (PLACES, drawn)
     assert policy.module.training
 
 
-def test_a_server_that_keeps_the_adapter_before_is_noticed(policy, server):
+def test_first_adapter_is_proved_against_none(policy, server):
+    draw(policy)
+    never(server)
+    changed(policy, by=SMALL)
+    with pytest.raises(PolicyError, match=OLDER.format(server.url, "no adapter")):
+        draw(policy)
+    assert answered(server) == (PLACES, len(PROMPTS) * 6)
+
+
+def test_what_is_drawn_shows_older_weights_without_a_probe(policy, server):
+    """The node has just begun, and nothing was drawn that could be asked for again."""
+    never(server)
+    changed(policy, by=SMALL)
+    with pytest.raises(PolicyError, match=OLDER.format(server.url, "no adapter")):
+        draw(policy)
+    assert answered(server) == (0, len(PROMPTS) * 6)
+
+
+def test_cache_of_several_versions_ago_is_noticed(policy, server):
+    server.cache = ("cache_salt",)
     changed(policy, by=SMALL)
     draw(policy)
-    (kept,) = (model for name, model in server.model.made.items() if name)
-    server.weights = lambda body, prompt: kept
+    oldest = server.model.made[server.names[-1]]
+    for _ in range(2):
+        changed(policy, by=SMALL)
+        draw(policy)
+    server.weights = lambda body, prompt: oldest
     changed(policy, by=SMALL)
-    with pytest.raises(PolicyError, match=OLDER.format(server.url, "the adapter before it")):
+    with pytest.raises(PolicyError, match="took the newest adapter and answers as with"):
         draw(policy)
 
 
-def test_a_prefix_cache_of_older_weights_is_noticed(policy, server):
-    """NeMo-RL #4018: a prompt that came before is answered from what older weights made of it."""
-    server.cache = ()
+@pytest.mark.parametrize(
+    ("lie", "said"),
+    [
+        (echoes, r"\(\d+ tokens for at most 6\)"),
+        (without_logs, "tokens that are not the model's, or none"),
+    ],
+)
+def test_first_answer_without_own_log_probabilities_is_refused(policy, server, lie, said):
+    lie(server)
+    with pytest.raises(PolicyError, match=f"{NONSENSE} .*{said}"):
+        draw(policy)
+    assert answered(server) == (0, len(PROMPTS) * 6)
+
+
+def test_update_that_moves_nothing_is_not_probed(policy, server):
     changed(policy, by=SMALL)
     draw(policy)
-    changed(policy, by=SMALL)
-    with pytest.raises(PolicyError, match=OLDER.format(server.url, "the adapter before it")):
-        draw(policy)
+    changed(policy, by=1e-7)
+    draw(policy)
+    assert answered(server)[0] == 0
 
 
 def test_salted_cache_never_serves_older_weights(policy, server):
@@ -492,9 +577,9 @@ def test_each_update_reaches_the_server_before_the_next_completions(folder, serv
     assert server.paths() == [
         "load_lora_adapter",
         "completions",
-        *["load_lora_adapter", "unload_lora_adapter", "completions"] * 2,
+        *["load_lora_adapter", "unload_lora_adapter", "completions", "completions"] * 2,
     ]
-    names = [body["model"] for path, body in server.asked if path == "/v1/completions"]
+    names = [body["model"] for _, body in server.asked if body.get("n") == 4]
     assert len(set(names)) == 3
     first, _, last = (server.loaded[name][0] for name in names)
     assert any(not torch.equal(first[name], last[name]) for name in first)
