@@ -33,6 +33,7 @@ PACKAGES = {
         "schedule": set(),
         "rl": set(),
         "rollout_selection": set(),
+        "weight_patch": set(),
         "exchange": {"codecs"},
         "layers": set(),
         "outer": {"codecs", "exchange", "layers", "schedule"},

@@ -5,6 +5,7 @@ import torch
 from shoal.node.verify.material import decode_material as decode_material
 from shoal.optim.codecs.mod4 import Mod4Codec
 from shoal.optim.codecs.registry import CODECS, codec_named
+from shoal.optim.weight_patch import PatchError, apply, bits_of, encode
 from tests.security.decoder import Decoder, one
 
 
@@ -66,4 +67,16 @@ def codecs():
         refuses=(ValueError,),
         sound=lambda refused: refused.shape == message.own.sizes.shape,
         sentence=False,
+    )
+    before = bits_of(tensors)
+    after = before.clone()
+    after[::50] += 1
+    yield one(
+        "patch of weights",
+        "optim/weight_patch.py:PatchHeader.read optim/weight_patch.py:_unzip",
+        lambda data: apply(data, before),
+        lambda: encode(before, after),
+        None,
+        PatchError,
+        sound=lambda found: found.shape == before.shape and found.dtype == before.dtype,
     )
