@@ -147,7 +147,9 @@ class Learner:
             [self._learnt(group, given) for group, given in zip(groups, rewards, strict=True)]
         )
         if update is not None:
-            objective = Objective(self.settings.loss)
+            objective = Objective(
+                self.settings.loss, per=self.settings.per, max_tokens=self.policy.max_tokens
+            )
             loss, _ = loss_of(self.policy, update, objective, self.settings.temperature)
             self.optimizer.zero_grad()
             torch.autograd.backward(loss)

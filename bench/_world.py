@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from shoal.optim.rl.losses import TokenLoss
+from shoal.optim.rl.losses import Per, TokenLoss
 from shoal.swarm.topics.rollout import Finish
 
 
@@ -67,6 +67,8 @@ class Settings:
     policy: str
     nodes: int
     loss: TokenLoss
+    per: Per = "token"
+    """What the mean of the loss is over."""
     rate: float | None
     """Learning rate; None: the policy's own."""
     overlap: float = 1.0

@@ -77,7 +77,7 @@ class Process:
 
     def _watch(self) -> None:
         while self.process.poll() is None:
-            found = _status(self.process.pid)
+            found = process_sizes(self.process.pid)
             self.peak = max(self.peak, found.get("VmHWM", 0))
             self.anonymous = max(self.anonymous, found.get("RssAnon", 0))
             time.sleep(0.02)
@@ -104,7 +104,7 @@ class Process:
             thread.join(5.0)
 
 
-def _status(pid: int) -> dict[str, int]:
+def process_sizes(pid: int) -> dict[str, int]:
     """Return the sizes in a process's status, bytes; {} if it is gone."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text(encoding="ascii").splitlines()

@@ -26,16 +26,17 @@ Transformers (bench/_language.py): tiny is that of `shoal demo --task rl`, warm 
 "cumulative" and "final" are of greedy answers to held-out questions, and its loss is "positive".
 `small` and `hf:DIR` are language models:
 
-    python bench/sapo.py --policy small --rounds 60 --seeds 2 --resume FILE --figure \
-        docs/sapo-language.svg --json
+    python bench/sapo.py --policy small --seeds 6 --resume FILE --json
     python bench/sapo.py --policy hf:DIR --solved 40 --base FOLDER --device cuda --at-once 6 \
         --rounds 100 --seeds 2 --json
 
 Their "cumulative" is the mean reward of what a node wrote in a round, summed over the rounds, as in
-the paper, and "final" is of greedy answers to held-out questions; 4/0 is 4/4 without the others.
-"interval" is that of Student's t for the mean, at 95 %; "sums" are those of the seeds. "seconds"
-are those of the processor for a round of all nodes, "parts" where they go, "tokens_s" the tokens
-written in a second of writing. With --resume each run is a line of FILE, and not made again.
+the paper, and "final" is of greedy answers to held-out questions; --rows has others, as 4/0, which
+is 4/4 without the others. "interval" is that of Student's t for the mean, at 95 %; "sums" are those
+of the seeds; "ratio" has the geometric mean of the seeds' ratios to the first row, and its
+interval. "tokens" are those that all nodes wrote in a run. "seconds" are those of the processor for
+a round of all nodes, "parts" where they go, "tokens_s" the tokens written in a second of writing.
+With --resume each run is a line of FILE, and not made again.
 `hf:DIR` first learns from --solved batches of solved questions, all its weights, and is kept in
 --base; then only an adapter learns.
 """
@@ -45,6 +46,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import multiprocessing
 import platform
 import statistics
@@ -66,12 +68,13 @@ from bench._language import Learner, language_world, prepare, tiny_world
 from bench._world import Completion, Group, Settings, World
 from shoal.optim.rl.advantages import group_advantages
 from shoal.optim.rl.completions import Completions
-from shoal.optim.rl.losses import LOSSES
+from shoal.optim.rl.losses import LOSSES, MEANS
 from shoal.optim.rl.objective import policy_loss
 from shoal.optim.rollout_selection import Candidate, select
 
 SHARES = ((8, 0), (6, 2), (4, 4), (2, 6))
-LANGUAGE_SHARES = (*SHARES[:3], (4, 0))
+LANGUAGE_SHARES = ((8, 0), (4, 4), (2, 6))
+SMALL_SOLVED = 900  # batches of solved questions that the small policy begins with
 POISONED = (4, 4)
 GROUP = 8  # completions of a question
 RATE = 8.0
@@ -85,7 +88,8 @@ class Linear:
     """
 
     def __init__(self, features: Tensor, right: Tensor, settings: Settings, seed: int) -> None:
-        self.features, self.right, self.loss = features, right, settings.loss
+        self.features, self.right = features, right
+        self.loss, self.per = settings.loss, settings.per
         self.weights = torch.zeros(
             features.shape[1], ANSWERS, dtype=torch.float64, requires_grad=True
         )
@@ -118,7 +122,7 @@ class Linear:
         mask = torch.ones_like(new, dtype=torch.bool)
         batch = Completions(new, new.detach(), mask, group_advantages(flat, places), behaviour)
         self.optimizer.zero_grad()
-        torch.autograd.backward(policy_loss(batch, self.loss))
+        torch.autograd.backward(policy_loss(batch, self.loss, per=self.per, max_tokens=1))
         self.optimizer.step()
 
     def accuracy(self, last: bool = False) -> float:
@@ -260,8 +264,35 @@ def run_one(settings: Settings, seed: int, rounds: int, case: Mapping[str, Any])
     return run(partial(WORLDS.get(settings.policy, language_world), settings), seed, rounds, **case)
 
 
-def row_of(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return a row of the table, from the runs with each seed."""
+def interval(values: Sequence[float]) -> tuple[float, float] | None:
+    """Return the 95 % interval of the mean, by Student's t; None for one value."""
+    if len(values) < 2:
+        return None
+    from scipy.stats import t  # here, because it takes most of a second
+
+    error = statistics.stdev(values) / len(values) ** 0.5
+    off = float(t.isf(0.025, len(values) - 1)) * error
+    mean = statistics.fmean(values)
+    return mean - off, mean + off
+
+
+def ratio_of(sums: Sequence[float], base: Sequence[float]) -> dict[str, Any] | None:
+    """Return the geometric mean of the ratios to ``base``, seed by seed, and its 95 % interval.
+
+    None where a seed had no reward at all.
+    """
+    if not all([*sums, *base]):
+        return None
+    logs = [math.log(one / other) for one, other in zip(sums, base, strict=True)]
+    bounds = interval(logs)
+    return {
+        "mean": round(math.exp(statistics.fmean(logs)), 4),
+        "interval": [round(math.exp(bound), 4) for bound in bounds] if bounds else None,
+    }
+
+
+def row_of(runs: Sequence[dict[str, Any]], base: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return a row of the table, from the runs with each seed; ``base``: those of the first row."""
     sums = [sum(run["history"]) for run in runs]
     mean, sd = statistics.fmean(sums), statistics.stdev(sums) if len(runs) > 1 else 0.0
     row: dict[str, Any] = {
@@ -270,15 +301,15 @@ def row_of(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "interval": None,
         "final": round(statistics.fmean(run["final"] for run in runs), 4),
     }
-    if len(runs) > 1:
-        from scipy.stats import t  # here, because it takes most of a second
-
-        off = float(t.isf(0.025, len(runs) - 1)) * sd / len(runs) ** 0.5
-        row["interval"] = [round(mean - off, 3), round(mean + off, 3)]
+    bounds = interval(sums)
+    if bounds is not None:
+        row["interval"] = [round(bound, 3) for bound in bounds]
     if runs[0]["parts"]:
         rounds = sum(len(run["history"]) for run in runs)
         spent = {part: sum(run["parts"][part] for run in runs) for part in runs[0]["parts"]}
         row["sums"] = [round(each, 3) for each in sums]
+        row["ratio"] = ratio_of(sums, [sum(run["history"]) for run in base])
+        row["tokens"] = round(statistics.fmean(run["tokens"] for run in runs))
         row["tokens_s"] = round(sum(run["tokens"] for run in runs) / spent["write"], 1)
         row["seconds"] = round(sum(spent.values()) / rounds, 3)
         row["parts"] = {part: round(seconds / rounds, 3) for part, seconds in spent.items()}
@@ -313,6 +344,16 @@ def count(text: str) -> int:
     return int(text)
 
 
+def shares(text: str) -> list[tuple[int, int]]:
+    found = []
+    for name in text.split(","):
+        own, slash, foreign = name.partition("/")
+        if not (slash and own.isdecimal() and foreign.isdecimal() and int(own) > 0):
+            raise argparse.ArgumentTypeError("must be like 8/0,4/4")
+        found.append((int(own), int(foreign)))
+    return found
+
+
 def policy(text: str) -> str:
     if text not in (*WORLDS, "small") and not text.startswith("hf:"):
         raise argparse.ArgumentTypeError("must be linear, tiny, small or hf:DIR")
@@ -332,6 +373,12 @@ def main() -> None:
     parser.add_argument("--nodes", type=count, default=4, help="in the swarm, at least 2")
     parser.add_argument("--seeds", type=count, default=5, help="runs of each row")
     parser.add_argument("--rounds", type=count, default=150)
+    parser.add_argument(
+        "--rows",
+        type=shares,
+        help="own and foreign groups of each row  [default: 8/0,4/4,2/6, without a language model "
+        "also 6/2]",
+    )
     parser.add_argument(
         "--loss", choices=sorted(LOSSES), help="[default: positive for tiny, else sapo]"
     )
@@ -390,11 +437,12 @@ def main() -> None:
         parser.error("--nodes must be at least 2: a node alone has nobody to learn from")
     options.loss = options.loss or ("positive" if options.policy == "tiny" else "sapo")
     language = options.policy not in WORLDS
-    options.solved = options.solved or (900 if options.policy == "small" else 0)
+    options.solved = options.solved or (SMALL_SOLVED if options.policy == "small" else 0)
     settings = Settings(
         policy=options.policy,
         nodes=options.nodes,
         loss=LOSSES[options.loss],
+        per=MEANS.get(options.loss, "token"),
         rate=options.rate,
         overlap=options.overlap,
         temperature=options.temperature,
@@ -405,7 +453,7 @@ def main() -> None:
     )
     cases: dict[str, dict[str, Any]] = {
         f"{own}/{foreign}": {"share": (own, foreign)}
-        for own, foreign in (LANGUAGE_SHARES if language else SHARES)
+        for own, foreign in options.rows or (LANGUAGE_SHARES if language else SHARES)
     }
     if not language:
         cases["poison"] = {"share": POISONED, "liar": options.nodes - 1}
@@ -458,7 +506,8 @@ def main() -> None:
     print("            cumulative     sd   final", file=sys.stderr)
     for name in cases:
         runs = [found[name, seed] for seed in range(options.seeds)]
-        row = rows[name] = row_of(runs)
+        base = [found[next(iter(cases)), seed] for seed in range(options.seeds)]
+        row = rows[name] = row_of(runs, base)
         curves[name] = [
             statistics.fmean(each)
             for each in zip(*([*one["history"], one["final"]] for one in runs), strict=True)

@@ -9,6 +9,7 @@ import pytest
 from bench import sapo
 
 ROWS = ["8/0", "6/2", "4/4", "2/6", "poison", "trusting"]
+LANGUAGE_ROWS = ["8/0", "4/4", "2/6"]
 
 
 @pytest.mark.ci
@@ -85,19 +86,48 @@ def test_language_model_is_measured_row_by_row(called, tmp_path, monkeypatch):
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert (result["policy"], result["loss"], result["env"]) == ("small", "sapo", "strings")
-    assert list(result["rows"]) == [*ROWS[:3], "4/0"]
+    assert list(result["rows"]) == LANGUAGE_ROWS
     for row in result["rows"].values():
         assert row["interval"] is None
         assert sum(row["parts"].values()) == pytest.approx(row["seconds"], abs=0.003)
         assert row["parts"]["write"] > 0 < row["tokens_s"]
-    assert [json.loads(line)["row"] for line in kept.read_text().splitlines()] == [*ROWS[:3], "4/0"]
+    written = [result["rows"][name]["tokens"] for name in LANGUAGE_ROWS]
+    assert written == sorted(written, reverse=True)
+    assert [json.loads(line)["row"] for line in kept.read_text().splitlines()] == LANGUAGE_ROWS
     kept.write_text(
         "".join(kept.read_text().splitlines(keepends=True)[:2])
     )  # as if it was cut off in the third
     again = json.loads(called(sapo.main, *options, "--resume", kept, "--json").stdout)["rows"]
-    assert {name: again[name] for name in ("8/0", "6/2")} == {
-        name: result["rows"][name] for name in ("8/0", "6/2")
-    }
-    assert (
-        again["4/4"]["sums"] == result["rows"]["4/4"]["sums"]
-    )  # the same numbers, from the model that was kept
+    for name in LANGUAGE_ROWS[:2]:
+        assert again[name] == result["rows"][name]
+    # the same numbers, from the model that was kept
+    assert again["2/6"]["sums"] == result["rows"]["2/6"]["sums"]
+
+
+def test_ratio_is_paired_seed_by_seed():
+    """Seeds differ more among each other than the rows do."""
+    found = sapo.ratio_of([9.0, 99.0, 900.0], [10.0, 100.0, 1000.0])
+    low, high = found["interval"]
+    assert found["mean"] == pytest.approx((0.9 * 0.99 * 0.9) ** (1 / 3), abs=1e-4)
+    assert (low, high) == (pytest.approx(0.8104, abs=1e-4), pytest.approx(1.0651, abs=1e-4))
+    assert sapo.ratio_of([9.0], [10.0]) == {"mean": 0.9, "interval": None}
+    assert sapo.ratio_of([9.0, 0.0], [10.0, 1.0]) is None
+
+
+def test_loss_has_the_mean_of_its_paper(called, monkeypatch):
+    given = []
+
+    def made(settings, seed):
+        given.append(settings.per)
+        return sapo.linear_world(settings, seed)
+
+    monkeypatch.setitem(sapo.WORLDS, "linear", made)
+    called(sapo.main, "--loss", "luspo", "--seeds", "1", "--rounds", "1", "--rows", "1/0")
+    assert set(given) == {"completion_sum"}
+
+
+@pytest.mark.parametrize("rows", ["8", "0/4", "a/b", "8/0,"])
+def test_rows_that_are_none_are_refused(called, rows):
+    done = called(sapo.main, "--rows", rows)
+    assert done.returncode == 2
+    assert "must be like 8/0,4/4" in done.stderr
