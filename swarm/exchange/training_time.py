@@ -172,10 +172,10 @@ class TrainingTime:
                 / self._fragments
             )
         if len(before) == 1 and peer not in before:
-            costs |= {
-                first: max(seconds - max(OFTEN * held, FREE_S), 0.0)
-                for first, seconds in before.items()
-            }
+            ((first, seconds),) = before.items()
+            # If it was given up, that is charged already.
+            owed = self._owes(first, round, fragment)
+            costs[first] = max(seconds - max(OFTEN * held, FREE_S) - owed, 0.0)
         return {
             one: rounds
             for one, cost in costs.items()
@@ -187,14 +187,19 @@ class TrainingTime:
         many rounds it is passed over.
         """
         period = max(self._round_s(fragment), LEAST_S)
-        owed, since = self._owed.pop(peer, (0.0, round))
-        owed = max(owed - max(round - since, 0) * GIVES * period, 0.0) + seconds
+        owed = self._owes(peer, round, fragment) + seconds
         self._owed[peer] = owed, round
         return (
             math.ceil(owed / (GIVES * period))
             if seconds and owed > max(COSTLY_S, COSTLY * period)
             else 0
         )
+
+    def _owes(self, peer: str, round: int, fragment: int) -> float:
+        """Return the seconds that ``peer`` owes in ``round``."""
+        owed, since = self._owed.get(peer, (0.0, round))
+        given = max(round - since, 0) * GIVES * max(self._round_s(fragment), LEAST_S)
+        return max(owed - given, 0.0)
 
     def _round_s(self, fragment: int) -> float:
         """Return the seconds of a round; 0 while they are not known."""

@@ -315,6 +315,17 @@ def test_slow_first_partner_is_found_out_later():
     assert time.spent("one", 1, 0, 0.1, whole=True).keys() == {"peer"}
 
 
+def test_first_partner_is_not_charged_twice():
+    """Of two that were left, one had been given up once, for a second, and was passed over for 128
+    rounds: it was charged again when the node had met another.
+    """
+    time = timed({0: 1.0})
+    assert time.spent("peer", 0, 0, 0.05, whole=True) == {}
+    assert time.spent("peer", 1, 0, 1.0, whole=False) == {}
+    assert time.spent("one", 3, 0, 0.05, whole=True) == {}
+    assert time.spent("peer", 4, 0, 1.0, whole=False).keys() == {"peer"}
+
+
 def test_tables_are_bounded():
     time = timed({0: 10.0})
     for number in range(PEERS + 10):
