@@ -71,7 +71,8 @@ def run_demo(
     what = f"of {spec_label(hooks)!r}"
     with run_nodes(settings, keep, what, flags, progress) as (folders, results, events):
         distances = consensus_distances([folder / ROUNDS for folder in folders])
-        return report(results, distances, _all_began(events) - began_at, time.monotonic() - began)
+        start_s = _all_began(events) - began_at
+        return report(results, events, distances, start_s, time.monotonic() - began)
 
 
 @dataclass(frozen=True)
@@ -158,8 +159,20 @@ def _loss(events: Sequence[Mapping[str, Any]]) -> float | None:
     return sum(losses) / len(losses) if losses else None
 
 
+def pairs_exchanged(nodes: Events) -> int:
+    """Return how many pairs of nodes exchanged, each counted once: two in a chain of three."""
+    met = 0
+    for events in nodes:
+        met += sum(max(event["members"] - 1, 0) for event in _exchanges(events))
+    return met // 2
+
+
 def report(
-    results: Sequence[dict[str, Any]], distances: list[float], start_s: float, seconds: float
+    results: Sequence[dict[str, Any]],
+    events: Events,
+    distances: list[float],
+    start_s: float,
+    seconds: float,
 ) -> dict[str, Any]:
     """Return the report that ``shoal demo --json`` prints last: means over peers except for counts.
 
@@ -185,8 +198,7 @@ def report(
         "loss_last": mean(loss["held_out"] for loss in losses),
         "loss_local": mean(loss["held_out_alone"] for loss in losses),
         "ended": _ended_with([result.get("last_average") for result in results]),
-        # Both members of a committed pair count it; a chain of three counts as one and a half.
-        "exchanges": sum(one["with_partner"] for one in exchanges) // 2,
+        "exchanges": pairs_exchanged(events),
         "pairs_none": sum(one["without_partner"] for one in exchanges),
         "failed": sum(one["failed"] for one in exchanges),
         "internal_errors": internal_errors(results),

@@ -285,15 +285,22 @@ def test_demo_reports_without_evaluations():
     def with_losses(**losses):
         return {**one, "loss": {**record["loss"], **losses}}
 
-    report = training_demo.report([one, with_losses(held_out_first=1.0)], [], 0.5, 1.0)
+    report = training_demo.report([one, with_losses(held_out_first=1.0)], [], [], 0.5, 1.0)
     assert (report["loss_first"], report["loss_last"]) == (None, 2.0)
     assert "held-out loss: not known" in training_demo.summary(report)
     unknown = with_losses(held_out_first=3.0, held_out_alone=None)
-    alone_unknown = training_demo.report([unknown], [], 0.5, 1.0)
+    alone_unknown = training_demo.report([unknown], [], [], 0.5, 1.0)
     assert "3.000 at first, 2.000 together; not compared" in training_demo.summary(alone_unknown)
     assert "50.0 % better together" in training_demo.summary(
-        training_demo.report([with_losses(held_out_first=3.0)], [], 0.5, 1.0)
+        training_demo.report([with_losses(held_out_first=3.0)], [], [], 0.5, 1.0)
     )
+
+
+def test_demo_counts_both_exchanges_of_a_chain():
+    """A chain of three and, a round later, a pair beside one that is alone."""
+    rounds = [(2, 2), (3, 2), (2, 1)]
+    nodes = [[{"event": "round", "members": count} for count in each] for each in rounds]
+    assert training_demo.pairs_exchanged(nodes) == 3
 
 
 WRITES = """

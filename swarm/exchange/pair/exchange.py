@@ -231,9 +231,9 @@ class PairExchange(ExchangeBase):
             await self._begin_second(pairing)
             self.held.release(pairing)
             if not order:  # the last one here, or a peer whose partner is dead while nobody is free
-                passed = () if partner is None else (partner,)
-                # Only who cost time is passed over for nobody.
-                pairing.attempt.stats.pass_over(pairing.attempt.handed_in, passed, passed)
+                passed = [] if partner is None else [partner]
+                slow = [peer for peer in passed if self._selector.passed.costly(peer)]
+                pairing.attempt.stats.pass_over(pairing.attempt.handed_in, passed, slow)
                 if self.rounds.overlap and partner is not None:
                     return await self._listen(pairing, 0.0)
                 return None

@@ -145,7 +145,7 @@ class PairSelector:
         busy.
         """
         if peer in self.partners(round):
-            self.passed.missed(peer, round)
+            self.passed.missed(peer, round, away=peer in self._unreached)
 
     def ended(self, peer: str, round: int, *, met: bool, over: int = 0) -> None:
         """Note the end of a transfer; ``over``: rounds for which the peer is passed over although
@@ -163,7 +163,9 @@ class PairSelector:
             self._unreached[peer] = record.issued
 
     def alive(self, peer: str) -> None:
+        """Note that ``peer`` calls."""
         self._unreached.pop(peer, None)
+        self.passed.returned(peer)
 
     def _in(self, round: int) -> set[str]:
         """Return all other peers that have partners in ``round``."""

@@ -316,6 +316,27 @@ def test_backoff_does_not_hold_in_earlier_rounds():
     assert [passed.at("peer", round) for round in (50, 63, 64)] == [True, True, False]
 
 
+def test_call_of_an_unreachable_peer_ends_its_term():
+    """One that slept for a minute, or was killed and returned, was met again after eight rounds."""
+    node = selector("peer-0", directory(3))
+    partner = node.partner(0)
+    node.failed(partner)
+    node.tried(partner, 0)
+    node.alive(partner)
+    assert node.takes(partner, 1)
+    node.failed(partner)
+    node.tried(partner, 1)  # and calls in vain: from now on that is no sign
+    node.alive(partner)
+    assert [node.takes(partner, TERMS[1] - 1), node.takes(partner, TERMS[1])] == [False, True]
+
+
+def test_call_of_a_peer_that_broke_off_ends_nothing():
+    node = selector("peer-0", directory(3))
+    node.ended("peer-1", 0, met=False)
+    node.alive("peer-1")
+    assert not node.takes("peer-1", 1)
+
+
 def test_lone_node_prefers_training_alone_to_a_costly_peer():
     """Without anybody else a node trains on alone rather than with one that costs time."""
     node = selector("peer-0", directory(2))
