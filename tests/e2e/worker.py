@@ -33,8 +33,8 @@ from shoal.swarm.exchange.group.leader import DecisionLog
 from shoal.swarm.exchange.group.reduction import AllReduce
 from shoal.swarm.exchange.pair import calls
 from shoal.swarm.exchange.pair import exchange as exchange_module
-from shoal.swarm.exchange.pair.calls import HeldCalls
 from shoal.swarm.exchange.pair.exchange import PairExchange
+from shoal.swarm.exchange.pair.held_calls import HeldCalls
 from shoal.swarm.exchange.pair.transfer import PairTransfer
 from shoal.swarm.exchange.robust import DistanceScreen
 from shoal.swarm.exchange.timeouts import ExchangeTimeouts

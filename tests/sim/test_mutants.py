@@ -12,8 +12,9 @@ import torch
 from shoal.optim.exchange.base import Mean
 from shoal.swarm.exchange.group.leader import GroupCommit
 from shoal.swarm.exchange.group.reduction import AllGather, PeerStreams
-from shoal.swarm.exchange.pair.calls import Caller, HeldCalls
+from shoal.swarm.exchange.pair.calls import Caller
 from shoal.swarm.exchange.pair.exchange import Averaged, PairExchange
+from shoal.swarm.exchange.pair.held_calls import HeldCalls
 from shoal.swarm.exchange.pair.transfer import PairTransfer, PartnerContribution
 from shoal.swarm.exchange.training_time import TrainingTime
 from shoal.swarm.p2p import stream

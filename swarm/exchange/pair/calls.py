@@ -4,7 +4,7 @@ and the answers to theirs.
 Both sides make each other a signed offer. A call goes over a stream that was kept from an earlier
 exchange, or a new one, while the partner's own call may come in (`KeptStreams`); one that comes
 early waits until this node is at its round (`HeldCalls`). What a meeting does just now is its
-`Phase`, which both halves set.
+`Phase` (`shoal.swarm.exchange.pair.state`), which both halves set.
 """
 
 from __future__ import annotations
@@ -12,304 +12,37 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections import Counter, defaultdict, deque
 from collections.abc import Coroutine
-from dataclasses import dataclass, field
-from enum import IntEnum
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
-from shoal.optim.exchange.base import RoundKey
-from shoal.optim.exchange.pairing import rank
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.exchange.context import PeerContext
 from shoal.swarm.exchange.contribution import BARRED, EncodedContribution
 from shoal.swarm.exchange.kept_streams import ANSWERED, KeptStreams, answer_all
-from shoal.swarm.exchange.pair.selector import PairSelector
-from shoal.swarm.exchange.pair.transfer import (
-    Attempt,
-    Incoming,
-    PairTransfer,
-    PartnerContribution,
-    Withdrawn,
-)
-from shoal.swarm.exchange.pair_rounds import PairRounds
-from shoal.swarm.exchange.round_evidence import RoundEvidence
-from shoal.swarm.exchange.timeouts import ExchangeTimeouts
-from shoal.swarm.exchange.training_time import LEAST_S, OVERLAPPED_S, TrainingTime
-from shoal.swarm.internal_errors import InternalError
+from shoal.swarm.exchange.pair.held_calls import HeldCalls
+from shoal.swarm.exchange.pair.state import PairingAttempt, PairState, Phase, Step
+from shoal.swarm.exchange.pair.transfer import Incoming, PartnerContribution, Withdrawn
 from shoal.swarm.p2p.stream import Stream, short
 from shoal.swarm.p2p.stream_places import StreamPlaces
-from shoal.swarm.p2p.tasks import first_of, race, running, stop
+from shoal.swarm.p2p.tasks import first_of
 from shoal.swarm.wire.envelope import ENVELOPE, fresh_nonce, pack, seal, unpack, unseal
 from shoal.swarm.wire.messages import Answer, Offer
 
+EXCHANGE_PROTOCOL = "/shoal/exchange/1"
+PROBE_S = 1.0
+"""Seconds for a candidate other than the partner to answer."""
+HELD_S = 1.0
+"""Seconds without an answer, after which a partner is late."""
+ANSWERED_S = 0.1
+"""The same beyond two round trips, where these are known."""
+QUIET = 0.25
+"""Of the silence that ends a transfer: until a peer that holds a call is probed."""
+PROBED = 0.75
+"""Of it: for the answer to that."""
+
+Verdict = Literal["accept", "wait", "busy", "passed", "refuse"]
+
 log = logging.getLogger(__name__)
-
-
-MAX_HELD = 64
-
-
-class Step(IntEnum):
-    """The first four, of a call of this node's own, in this order."""
-
-    # until its call is open, the peer's own counts: of two peers perhaps only one can reach the
-    # other
-    DIALING = 1
-    OFFERING = 2
-    ACCEPTED = 3
-    TRANSFERRING = 4  # both offers are there: a call from this peer no longer crosses this node's
-    EXPECTING = 5  # its call, for it said "wait"
-    LISTENING = 6  # to any peer without a partner
-    SEARCHING = 7
-
-
-@dataclass(eq=False)
-class Phase:
-    """What a meeting does just now.
-
-    A call that is accepted takes the place of an own one that it crosses.
-    """
-
-    step: Step = Step.SEARCHING
-    peer: str = ""
-    """The one that is called."""
-    outcome: asyncio.Future[PartnerContribution | None] | None = None
-    """Of the call of another that this node accepted."""
-
-
-@dataclass
-class PairingAttempt:
-    """One round of this node."""
-
-    attempt: Attempt
-    number: int
-    """Of the contribution among this node's own (`PairRounds`)."""
-    partner: str | None = None
-    """The computed partner: only its failures are counted, since other candidates may well be busy.
-    """
-    second: PairingAttempt | None = None
-    """The meeting with the second partner of this round, if there is one."""
-    work: asyncio.Future[PartnerContribution | None] | None = None
-    """Of the second meeting of a round, which runs beside the first."""
-    phase: Phase = field(default_factory=Phase)
-    called: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set while the phase is that of a call of another."""
-    needed: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set once training waits for the outcome."""
-    met: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set once an exchange of the round is committed; of both meetings of a chain's middle."""
-    since: float | None = None
-    """The loop's time of that, of an overlapped one."""
-    turned_away: deque[str] = field(default_factory=lambda: deque(maxlen=MAX_HELD))
-    """Peers that called while this node was calling somebody else: it calls them back before it
-    listens.
-    """
-    withdrawn: set[str] = field(default_factory=set)
-    """Peers that ended a call of theirs as it was accepted; of each the first time is no failure.
-    """
-    broken: bool = False
-    """A transfer began and was not committed."""
-    usual: bool = False
-    """The contribution is as large as the last one of its fragment: the partner, whose own is too,
-    may receive it ahead.
-    """
-    swarm_round: int = 0
-    """The furthest round that a peer reported while this node tried to meet it."""
-
-    @property
-    def key(self) -> RoundKey:
-        return self.attempt.key
-
-    @property
-    def moving(self) -> bool:
-        """Whether a call was accepted, by either side, and its transfer is under way."""
-        return self.phase.step in (Step.ACCEPTED, Step.TRANSFERRING)
-
-    @property
-    def counts(self) -> bool:
-        """Whether the contribution is in an exchange of this round, or may soon be."""
-        return self.moving or self.attempt.commit.received is not None
-
-    def beside(self, peer: str) -> PairingAttempt:
-        """Return the meeting with ``peer``, the second partner of the same round."""
-        return PairingAttempt(
-            self.attempt.beside(),
-            self.number,
-            peer,
-            needed=self.needed,
-            met=self.met,
-            usual=self.usual,
-        )
-
-    def engage(self) -> None:
-        self.phase = Phase(Step.TRANSFERRING, outcome=asyncio.get_running_loop().create_future())
-        self.called.set()
-
-    async def until_called(self, until: float) -> None:
-        """Wait until a call was accepted, or the loop's time is ``until``."""
-        await race(self.called.wait(), timeout=max(until - asyncio.get_running_loop().time(), 0))
-
-    async def outcome(self, timeouts: ExchangeTimeouts) -> PartnerContribution | None:
-        """Wait for the end of an exchange in which this node was called; return None at once if it
-        was not.
-        """
-        engaged = self.phase.outcome
-        if engaged is None:
-            return None
-        # The serving coroutine sets it in every case, within its own deadlines; the bound here only
-        # guards against its death.
-        bound = timeouts.longest(self.attempt.contribution.payload.nbytes) + 4 * timeouts.chunk
-        try:
-            await asyncio.wait({engaged}, timeout=bound)
-            return engaged.result() if engaged.done() else None
-        finally:
-            engaged.cancel()  # if it is not done: the transfer is given up
-            self.phase = Phase()
-            self.called.clear()
-
-
-@dataclass
-class PairState:
-    """One node's part in the exchanges of pairs."""
-
-    context: PeerContext
-    timeouts: ExchangeTimeouts
-    transfers: PairTransfer
-    selector: PairSelector
-    rounds: PairRounds
-    evidence: RoundEvidence
-    time: TrainingTime
-    under_way: dict[int, PairingAttempt] = field(default_factory=dict)
-    """By fragment."""
-    sizes: dict[int, int] = field(default_factory=dict)
-    """Bytes of the newest contribution of each fragment."""
-
-    async def transfer(
-        self,
-        stream: Stream,
-        pairing: PairingAttempt,
-        theirs: Offer,
-        *,
-        caller: bool,
-        called: float = 0.0,
-        incoming: Incoming | None = None,
-    ) -> PartnerContribution | None:
-        """Exchange payloads and commit; give up what holds training for longer than its budget
-        (`TrainingTime`). Raises Withdrawn.
-
-        ``called``: seconds that the call took before this. ``incoming``: what has come of the
-        peer's payload.
-        """
-        loop, attempt, key = asyncio.get_running_loop(), pairing.attempt, pairing.key
-        began, nbytes = loop.time(), attempt.contribution.payload.nbytes
-        if self.rounds.overlap:
-            self.time.waited(
-                stream.peer_id, 0.0 if pairing.since is None else began - pairing.since
-            )
-        transfer = self.transfers.run(stream, attempt, theirs, caller=caller, incoming=incoming)
-        held = called if pairing.needed.is_set() else 0.0
-        attempt.commit.leave_out = lambda: (
-            loop.time() - began >= LEAST_S and self.rounds.leave_out()
-        )
-        try:
-            async with running(transfer, pairing.needed.wait()) as (work, needed):
-                await first_of(work, needed)
-                since, longest = (
-                    loop.time(),
-                    self.time.budget(nbytes, key.fragment, loop.time() - began),
-                )
-                await first_of(work, timeout=longest)
-                given_up = not work.done() and attempt.commit.close() is None
-                if given_up:
-                    attempt.failed(stream.peer_id, "timeout")
-                    log.info(
-                        "round %d: %s was too slow: given up after %.1f s",
-                        key.round,
-                        short(stream.peer_id),
-                        longest,
-                    )
-                received = work.result() if work.done() else attempt.commit.received
-        except InternalError:
-            pairing.broken = True  # with any other partner the same would happen
-            raise
-        finally:
-            attempt.commit.leave_out = None
-        held += loop.time() - since if pairing.needed.is_set() else 0.0
-        log.debug(
-            "round %d: the transfer took %.2f s, of which training waited %.2f",
-            key.round,
-            loop.time() - began,
-            held,
-        )
-        over: dict[str, int] = {}
-        # A slow way that both tried costs a round, and is not the peer's cost.
-        if stream.is_trial and given_up:
-            pairing.broken = True
-            return None
-        has_ended = received is not None or given_up
-        # Otherwise it was broken off, or this node slept.
-        if has_ended and held < 2 * longest + called and not stream.is_trial:
-            took = loop.time() - began
-            over = self.time.spent(
-                stream.peer_id,
-                key.round,
-                key.fragment,
-                held,
-                whole=not given_up,
-                took=took,
-                nbytes=nbytes,
-            )
-        self.ended(pairing, stream.peer_id, received, over.pop(stream.peer_id, 0))
-        for peer, rounds in over.items():
-            self.selector.passed.missed(peer, key.round, rounds)
-        return received
-
-    def ended(
-        self,
-        pairing: PairingAttempt,
-        peer: str,
-        received: PartnerContribution | None,
-        over: int = 0,
-    ) -> None:
-        """Note the end of a transfer.
-
-        ``over``: rounds for which its partner is passed over, because it held training for long.
-        """
-        pairing.broken = received is None
-        self.selector.ended(peer, pairing.key.round, met=received is not None, over=over)
-        if received is not None:
-            pairing.met.set()
-            self.evidence.met([peer], pairing.key.round)
-
-    def meeting(self, fragment: int, peer: str) -> PairingAttempt | None:
-        """Return the meeting of ``fragment`` that is under way, if one is: that to which a call of
-        ``peer`` belongs.
-        """
-        pairing = self.under_way.get(fragment)
-        if pairing is not None and pairing.second is not None and pairing.second.partner == peer:
-            return pairing.second
-        return pairing
-
-    def at(self, fragment: int) -> int | None:
-        """Return the round of the meeting of ``fragment`` that is under way, if one is."""
-        pairing = self.under_way.get(fragment)
-        return None if pairing is None else pairing.key.round
-
-    def turn_away(self, peer: str, round: int, fragment: int) -> None:
-        """Remember to call back, if this node is then still looking for a partner in that round."""
-        pairing = self.meeting(fragment, peer)
-        if (
-            pairing is None
-            or pairing.key.round != round
-            or peer in pairing.turned_away
-            or not self.selector.accepts(peer, round)
-        ):
-            return
-        pairing.turned_away.append(peer)
-
-    def rank(self, peer: str, round: int) -> bytes:
-        """Return the place of ``peer`` in the order of the round."""
-        return rank(self.context.seed, round, peer)
 
 
 def make_offer(context: PeerContext, contribution: EncodedContribution, nonce: bytes) -> bytes:
@@ -367,100 +100,6 @@ async def open_unless(called: asyncio.Event, opening: Coroutine[Any, Any, Stream
 def _hang_up(stream: asyncio.Future[Stream]) -> None:
     if not stream.cancelled() and stream.exception() is None:
         stream.result().close()
-
-
-RECEIVED = 2  # later rounds of a fragment in which payloads are received before this node is there
-
-
-class HeldCalls:
-    """The held calls of one node, at most one of each peer with each fragment."""
-
-    def __init__(self, state: PairState) -> None:
-        self._state = state
-        self._places: defaultdict[int, StreamPlaces] = defaultdict(lambda: StreamPlaces(MAX_HELD))
-        self._receiving: Counter[int] = Counter()  # payloads that come in, by fragment
-        self.calls: dict[tuple[int, str], tuple[int, asyncio.Future[PairingAttempt | None]]] = {}
-
-    async def hold(
-        self, stream: Stream, offer: Offer
-    ) -> tuple[PairingAttempt | None, Incoming | None]:
-        """Wait until this node is at the round of ``offer`` and takes the call; None if it does not
-        in the time a caller waits, or too many calls with that fragment are held. Also return what
-        has come of the payload meanwhile. It is received from a partner of that round, `RECEIVED`
-        times with each fragment and partner, if it is as large as this node's own.
-        """
-        round, fragment = offer.round, offer.fragment
-        call = (fragment, stream.peer_id)
-        if call in self.calls or not (places := self._places[fragment]).take(stream):
-            return None, None
-        taken: asyncio.Future[PairingAttempt | None] = asyncio.get_running_loop().create_future()
-        self.calls[call] = (round, taken)
-        state, incoming = self._state, None
-        partners = state.selector.partners(round)
-        ahead = state.sizes.get(fragment) == offer.nbytes and stream.peer_id in partners
-        if ahead and self._receiving[fragment] < RECEIVED * len(partners):
-            self._receiving[fragment] += 1
-            incoming = Incoming(offer.nbytes)
-        gone = asyncio.ensure_future(self._until_gone(stream, incoming, ahead))
-        try:
-            await first_of(
-                taken,
-                gone,
-                timeout=OVERLAPPED_S if state.rounds.overlap else state.time.patience(fragment),
-            )
-            return (taken.result() if taken.done() else None), incoming
-        finally:
-            del self.calls[call]
-            if incoming is not None:
-                self._receiving[fragment] -= 1
-            places.free(stream)
-            # Not if this call gave way, and others came and went.
-            if not places.peers and self._places.get(fragment) is places:
-                del self._places[fragment]
-            await stop(gone)  # only one may read from a stream
-
-    async def _until_gone(self, stream: Stream, incoming: Incoming | None, ahead: bool) -> None:
-        """Wait until the caller has gone on, or says anything beside its payload before it is
-        answered.
-        """
-        if incoming is not None:
-            await stream.receive_ahead(incoming.view, incoming.advance)
-        elif ahead:  # of a payload that may wait in the stream nothing is lost
-            await asyncio.sleep(OVERLAPPED_S)
-        await stream.more(OVERLAPPED_S)
-
-    def take(self, pairing: PairingAttempt, peer: str) -> bool:
-        """Accept the call of ``peer`` if one for this round is held; return whether it was."""
-        held = self.calls.get((pairing.key.fragment, peer))
-        if held is None or held[0] != pairing.key.round or held[1].done():
-            return False
-        pairing.engage()
-        held[1].set_result(pairing)
-        return True
-
-    def release(self, pairing: PairingAttempt) -> None:
-        """Answer the calls that this node no longer takes, now that it is in the round of
-        ``pairing``: those for that round or an earlier one, except its partner's, and those for
-        rounds of other fragments that it will not be in.
-        """
-        state, key = self._state, pairing.key
-        for (fragment, peer), (round, taken) in self.calls.items():
-            if fragment == key.fragment:
-                expects = pairing.partner == peer or state.meeting(fragment, peer) is not pairing
-                past = round < key.round or (round == key.round and not expects)
-            else:
-                call = (round, fragment, state.at(fragment))
-                past = state.rounds.instead(*call) is not None or state.rounds.through(*call)
-            if past and not taken.done():
-                taken.set_result(None)
-
-
-PROBE_S = 1.0  # seconds for a candidate other than the partner to answer
-HELD_S = 1.0  # seconds without an answer, after which a partner is late
-ANSWERED_S = 0.1  # the same beyond two round trips, where these are known
-# of the silence that ends a transfer: until a peer that holds a call is probed, and for that
-QUIET = 0.25
-PROBED = 0.75
 
 
 class Unanswered(NetworkError):
@@ -652,7 +291,14 @@ class Caller:
             pairing.attempt.failed(peer, "refused")
 
 
-EXCHANGE_PROTOCOL = "/shoal/exchange/1"
+class Judgement(NamedTuple):
+    """The answer to a call; with "accept" also the meeting, which is then engaged, and what has
+    come of the payload.
+    """
+
+    pairing: PairingAttempt | None
+    answer: Answer
+    incoming: Incoming | None
 
 
 class CallAnswerer:
@@ -732,83 +378,84 @@ class CallAnswerer:
             self._state.ended(pairing, peer, None)
             return None
 
-    async def _judge(
-        self, stream: Stream, offer: Offer
-    ) -> tuple[PairingAttempt | None, Answer, Incoming | None]:
-        """Return the answer to a call; with "accept" also the meeting, which is then engaged, and
-        what has come of the payload.
-        """
+    async def _judge(self, stream: Stream, offer: Offer) -> Judgement:
+        """Judge a call, which may be held until this node is at its round."""
         state, peer = self._state, stream.peer_id
         state.selector.alive(peer)
-
-        def reply(
-            verdict: str, reason: str = "", round: int | None = None
-        ) -> tuple[None, Answer, None]:
-            at = state.rounds.next_round if round is None else round
-            return (
-                None,
-                Answer.model_validate({"verdict": verdict, "reason": reason, "round": at}),
-                None,
-            )
-
-        def instead() -> int | None:
-            return state.rounds.instead(offer.round, offer.fragment, state.at(offer.fragment))
-
-        # It is no member here, and must not be taken for a newcomer.
-        if self._context.is_barred(peer):
-            return reply("refuse", BARRED)
-        if peer not in self._context.members() and peer not in self._context.known():
-            # a newcomer: the sooner it is known here, the sooner it gets partners
-            self._context.look()
-        if offer.swarm != self._context.swarm:
-            return reply(
-                "refuse",
-                f"this node is in swarm {self._context.swarm}, the offer is for {offer.swarm}",
-            )
-        pairing = state.meeting(offer.fragment, peer)
-        if offer.model == self._context.model:
-            state.evidence.heard(peer, offer.round)
-        elif pairing is None:
-            return reply(
-                "refuse", "the models differ in the names, shapes or types of their parameters"
-            )
-        if offer.fragment > state.rounds.fragments:  # one beyond the schedule's: the last average
-            return reply(
-                "refuse",
-                f"there are {state.rounds.fragments} fragments here, the offer is for number "
-                f"{offer.fragment}",
-            )
-        late, taken, incoming = instead(), False, None
+        refusal = self._refusal(peer, offer)
+        if refusal is not None:
+            return self._answer("refuse", refusal)
+        late = self._later_round(offer)
         if state.rounds.through(offer.round, offer.fragment, state.at(offer.fragment)):
-            return reply("busy", "this node is through with that round")
+            return self._answer("busy", "this node is through with that round")
+        pairing, incoming, taken = state.meeting(offer.fragment, peer), None, False
         if late is None and (pairing is None or pairing.key.round != offer.round):
             pairing, incoming = await self._held.hold(stream, offer)
             # The round may have been given up just now.
             taken = pairing is not None and pairing.phase.outcome is not None
-            if not taken and (late := instead()) is None:
+            late = None if taken else self._later_round(offer)
+            if not taken and late is None:
                 state.turn_away(peer, offer.round, offer.fragment)
-                return reply("busy", "this node did not come to that round in time")
+                return self._answer("busy", "this node did not come to that round in time")
         if late is not None or pairing is None:
             if offer.model == self._context.model:
                 state.evidence.called(peer, offer.round)
-            return reply("passed", round=late)
+            return self._answer("passed", round=late)
         difference = pairing.attempt.contribution.differs(offer)
         if difference is not None:
-            if taken and (engaged := pairing.phase.outcome) is not None and not engaged.done():
-                engaged.set_result(None)
-            return reply("refuse", difference)
+            if taken:
+                pairing.disengage()
+            return self._answer("refuse", difference)
+        reason = None if taken else self._turned_down(pairing, peer, offer)
+        if reason is not None:
+            state.turn_away(peer, offer.round, offer.fragment)
+            return self._answer(reason)
         if not taken:
-            phase = pairing.phase
-            crossing = phase.peer == peer and phase.step <= Step.ACCEPTED
-            expected = phase.peer == peer and phase.step == Step.EXPECTING
-            unasked = phase.step == Step.LISTENING and state.selector.accepts(peer, offer.round)
-            if not (crossing or expected or unasked):
-                state.turn_away(peer, offer.round, offer.fragment)
-                return reply("busy")
-            mine, theirs = (state.rank(one, offer.round) for one in (self._context.me, peer))
-            if crossing and phase.step != Step.DIALING and theirs > mine:
-                # In case this node's call, for which it waits, was just turned away there.
-                state.turn_away(peer, offer.round, offer.fragment)
-                return reply("wait")
             pairing.engage()
-        return pairing, Answer(verdict="accept", round=offer.round), incoming
+        return Judgement(pairing, Answer(verdict="accept", round=offer.round), incoming)
+
+    def _answer(self, verdict: Verdict, reason: str = "", round: int | None = None) -> Judgement:
+        at = self._state.rounds.next_round if round is None else round
+        return Judgement(None, Answer(verdict=verdict, reason=reason, round=at), None)
+
+    def _refusal(self, peer: str, offer: Offer) -> str | None:
+        """Return why an offer is never taken, or None; note in which round ``peer`` is."""
+        state, context = self._state, self._context
+        # It is no member here, and must not be taken for a newcomer.
+        if context.is_barred(peer):
+            return BARRED
+        if peer not in context.members() and peer not in context.known():
+            # a newcomer: the sooner it is known here, the sooner it gets partners
+            context.look()
+        if offer.swarm != context.swarm:
+            return f"this node is in swarm {context.swarm}, the offer is for {offer.swarm}"
+        if offer.model == context.model:
+            state.evidence.heard(peer, offer.round)
+        elif state.meeting(offer.fragment, peer) is None:
+            return "the models differ in the names, shapes or types of their parameters"
+        if offer.fragment > state.rounds.fragments:  # one beyond the schedule's: the last average
+            return (
+                f"there are {state.rounds.fragments} fragments here, the offer is for number "
+                f"{offer.fragment}"
+            )
+        return None
+
+    def _later_round(self, offer: Offer) -> int | None:
+        """Return the round to which the caller should move; None if it is not late."""
+        rounds, at = self._state.rounds, self._state.at(offer.fragment)
+        return rounds.instead(offer.round, offer.fragment, at)
+
+    def _turned_down(
+        self, pairing: PairingAttempt, peer: str, offer: Offer
+    ) -> Literal["busy", "wait"] | None:
+        """Return the answer if a meeting that is in the offer's round does not take the call."""
+        state, phase = self._state, pairing.phase
+        is_called = phase.peer == peer and phase.step <= Step.ACCEPTED
+        is_expected = phase.peer == peer and phase.step == Step.EXPECTING
+        is_free = phase.step == Step.LISTENING and state.selector.accepts(peer, offer.round)
+        if not (is_called or is_expected or is_free):
+            return "busy"
+        # Of calls that cross, that of the peer which comes first in the order of the round counts.
+        # Where this node's does, its peer is called back in case it was just turned away there.
+        mine, theirs = (state.rank(one, offer.round) for one in (self._context.me, peer))
+        return "wait" if is_called and phase.step != Step.DIALING and theirs > mine else None

@@ -25,6 +25,8 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
 from itertools import islice
 from typing import Any
 
@@ -51,13 +53,10 @@ from shoal.swarm.exchange.pair.calls import (
     PROBED,
     CallAnswerer,
     Caller,
-    HeldCalls,
-    PairingAttempt,
-    PairState,
-    Phase,
-    Step,
 )
+from shoal.swarm.exchange.pair.held_calls import HeldCalls
 from shoal.swarm.exchange.pair.selector import PairSelector
+from shoal.swarm.exchange.pair.state import PairingAttempt, PairState, Phase, Step
 from shoal.swarm.exchange.pair.transfer import Attempt, PairTransfer, PartnerContribution
 from shoal.swarm.exchange.pair_rounds import PairRounds
 from shoal.swarm.exchange.round_evidence import RoundEvidence
@@ -82,6 +81,32 @@ LINGER_S = 1.0
 WORTH = 0.1
 
 log = logging.getLogger(__name__)
+
+
+class Ended(Enum):
+    """How the calls to the candidates of a round end."""
+
+    OVER = "over"  # met, given up, or no time is left
+    MOVED = "moved"  # the swarm is in a later round
+    UNMET = "unmet"  # nobody of them is free
+
+
+@dataclass
+class Search:
+    """The limits of one meeting."""
+
+    deadline: float
+    """The loop's time until which it waits for its partner."""
+    wait: float
+    """Seconds of that, also in a round to which it moves."""
+    others: float
+    """Seconds for all other candidates, where training waits."""
+    linger: float
+    """Seconds that it listens at last."""
+    is_short: bool
+    """The rounds are short against the wait."""
+    until: float | None = None
+    """The loop's time until which it calls others, once it has begun that."""
 
 
 class PairExchange(ExchangeBase):
@@ -186,14 +211,12 @@ class PairExchange(ExchangeBase):
                 del self.state.under_way[fragment]
         return attempt.outcomes()
 
-    async def _bounded(
-        self, pairing: PairingAttempt, meeting: Coroutine[Any, Any, PartnerContribution | None]
-    ) -> PartnerContribution | None:
-        return await (self._until_needed(pairing, meeting) if self.rounds.overlap else meeting)
+    async def _bounded(self, pairing: PairingAttempt, meeting: Coroutine[Any, Any, None]) -> None:
+        await (self._until_needed(pairing, meeting) if self.rounds.overlap else meeting)
 
     async def _until_needed(
-        self, pairing: PairingAttempt, meets: Coroutine[Any, Any, PartnerContribution | None]
-    ) -> PartnerContribution | None:
+        self, pairing: PairingAttempt, meets: Coroutine[Any, Any, None]
+    ) -> None:
         """Meet a partner while training goes on.
 
         Once that waits for the outcome, wait no longer than a meeting usually does, nor
@@ -207,82 +230,119 @@ class PairExchange(ExchangeBase):
             await first_of(
                 meeting, timeout=max(min(usual - since, time.awaiting(since, fragment)), 0)
             )
-            if (
-                awaited := None if meeting.done() or pairing.moving else pairing.partner
-            ) is not None:
-                beyond = time.waited(awaited, loop.time() - since)
-                if over := time.cost(awaited, pairing.key.round, fragment, beyond):
-                    self._selector.passed.missed(awaited, pairing.key.round, over)
+            if not meeting.done() and not pairing.moving and pairing.partner is not None:
+                self._charge(pairing, pairing.partner, loop.time() - since)
             while not meeting.done() and pairing.moving:  # within a transfer's own deadlines
                 await first_of(meeting, timeout=self._timeouts.chunk)
-            received: PartnerContribution | None = meeting.result() if meeting.done() else None
-            return received
+            if meeting.done():
+                meeting.result()
 
-    async def _meet(self, pairing: PairingAttempt) -> PartnerContribution | None:
+    def _charge(self, pairing: PairingAttempt, partner: str, seconds: float) -> None:
+        """Charge a partner that training waited for in vain."""
+        round, fragment = pairing.key.round, pairing.key.fragment
+        beyond = self.time.waited(partner, seconds)
+        over = self.time.cost(partner, round, fragment, beyond)
+        if over:
+            self._selector.passed.missed(partner, round, over)
+
+    async def _meet(self, pairing: PairingAttempt) -> None:
+        """Call the partner of the round, or others if it is not there, and then listen; in a later
+        round if the swarm turns out to be there.
+        """
         loop = asyncio.get_running_loop()
-        began = loop.time()
-        fragment = pairing.key.fragment
-        period, wait = self.time.begin(began, fragment), self.time.patience(fragment)
-        deadline = began + wait
-        linger = min(wait * LINGER, LINGER_S, period * WORTH)
+        search = self._search(pairing)
         while True:
             partner, order = self._selector.of(pairing.key.round)
             pairing.partner = partner if order else None
             await self._begin_second(pairing)
             self.held.release(pairing)
-            if not order:  # the last one here, or a peer whose partner is dead while nobody is free
-                passed = [] if partner is None else [partner]
-                slow = [peer for peer in passed if self._selector.passed.costly(peer)]
-                pairing.attempt.stats.pass_over(pairing.attempt.handed_in, passed, slow)
-                if self.rounds.overlap and partner is not None:
-                    return await self._listen(pairing, 0.0)
-                return None
-            moved = False
-            queue, called_back, until = deque(order[:TRIED]), 0, deadline
-            while queue or (pairing.turned_away and called_back < TRIED):
-                back = not queue
-                called_back += back
-                peer = pairing.turned_away.popleft() if back else queue.popleft()
-                # A search costs no training, and two that listen to each other would never meet.
-                if self.rounds.overlap:
-                    left = PROBE_S if back or peer != partner else deadline - loop.time()
-                else:
-                    # Most others are taken: not worth the round's whole wait.
-                    if peer != partner and until == deadline:
-                        until = min(
-                            loop.time() + min(wait * SEARCH, SEARCH_S, period * WORTH), deadline
-                        )
-                    left = until - loop.time()
-                if left <= 0:
-                    break
-                called = loop.time()
-                received, failing = await self._try(
-                    pairing, peer, left if peer == partner else min(left, PROBE_S)
-                )
-                if received is not None or pairing.broken:
-                    return received
-                if pairing.swarm_round <= pairing.key.round:
-                    if failing or not self.rounds.overlap:
-                        self._selector.tried(peer, pairing.key.round)
-                    elif peer == partner and period < 2 * wait:
-                        queue = deque(islice(queue, OTHERS))
-                elif pairing.second is not None and pairing.second.counts:
-                    return None  # the contribution stays in this round
-                else:
-                    pairing.attempt = pairing.attempt.moved_to(pairing.swarm_round)
-                    self.rounds.move(pairing.number, pairing.swarm_round, fragment)
-                    moved = True
-                    deadline = loop.time() + wait if self.rounds.overlap else deadline
-                    break
-                if loop.time() >= deadline and not self.rounds.overlap:
-                    return None
-                silent_s = PROBED * self._timeouts.chunk
-                if failing and pairing.needed.is_set() and loop.time() - called >= silent_s:
-                    # Its silence took the time that training waits for one that is gone.
-                    return None
-            if moved:
-                continue
-            return await self._listen(pairing, min(deadline - loop.time(), linger))
+            if not order:
+                return await self._meet_nobody(pairing, partner)
+            how = await self._call(pairing, order, search)
+            if how is Ended.OVER:
+                return
+            if how is Ended.UNMET:
+                seconds = min(search.deadline - loop.time(), search.linger)
+                return await self._listen(pairing, seconds)
+
+    def _search(self, pairing: PairingAttempt) -> Search:
+        """Return the limits of a meeting that begins now."""
+        now, fragment = asyncio.get_running_loop().time(), pairing.key.fragment
+        period = self.time.begin(now, fragment)
+        wait = self.time.patience(fragment)
+        return Search(
+            deadline=now + wait,
+            wait=wait,
+            others=min(wait * SEARCH, SEARCH_S, period * WORTH),
+            linger=min(wait * LINGER, LINGER_S, period * WORTH),
+            is_short=period < 2 * wait,
+        )
+
+    async def _meet_nobody(self, pairing: PairingAttempt, partner: str | None) -> None:
+        """The last one here, or a peer whose partner is dead while nobody is free."""
+        passed = [] if partner is None else [partner]
+        slow = [peer for peer in passed if self._selector.passed.costly(peer)]
+        pairing.attempt.stats.pass_over(pairing.attempt.handed_in, passed, slow)
+        if self.rounds.overlap and partner is not None:
+            await self._listen(pairing, 0.0)
+
+    async def _call(self, pairing: PairingAttempt, order: list[str], search: Search) -> Ended:
+        """Call the candidates of a round, and then those that called while this node was calling
+        others.
+        """
+        loop = asyncio.get_running_loop()
+        queue, called_back = deque(order[:TRIED]), 0
+        search.until = None
+        while queue or (pairing.turned_away and called_back < TRIED):
+            back = not queue
+            called_back += back
+            peer = pairing.turned_away.popleft() if back else queue.popleft()
+            is_partner = peer == pairing.partner
+            left = self._seconds_for(search, is_partner=is_partner, back=back)
+            if left <= 0:
+                break
+            called = loop.time()
+            received, failing = await self._try(
+                pairing, peer, left if is_partner else min(left, PROBE_S)
+            )
+            if received is not None or pairing.broken:
+                return Ended.OVER
+            if pairing.swarm_round > pairing.key.round:
+                return self._move(pairing, search)
+            if failing or not self.rounds.overlap:
+                self._selector.tried(peer, pairing.key.round)
+            elif is_partner and search.is_short:
+                queue = deque(islice(queue, OTHERS))
+            if loop.time() >= search.deadline and not self.rounds.overlap:
+                return Ended.OVER
+            silent_s = PROBED * self._timeouts.chunk
+            if failing and pairing.needed.is_set() and loop.time() - called >= silent_s:
+                # Its silence took the time that training waits for one that is gone.
+                return Ended.OVER
+        return Ended.UNMET
+
+    def _seconds_for(self, search: Search, *, is_partner: bool, back: bool) -> float:
+        """Return the seconds for the next candidate; ``back``: it has called."""
+        now = asyncio.get_running_loop().time()
+        if self.rounds.overlap:
+            # A search costs no training, and two that listen to each other would never meet.
+            return search.deadline - now if is_partner and not back else PROBE_S
+        if not is_partner and search.until is None:
+            # Most others are taken: not worth the round's whole wait.
+            search.until = min(now + search.others, search.deadline)
+        return (search.deadline if search.until is None else search.until) - now
+
+    def _move(self, pairing: PairingAttempt, search: Search) -> Ended:
+        """Move the contribution to the round in which the swarm is, unless it counts in this one:
+        then it stays.
+        """
+        if pairing.second is not None and pairing.second.counts:
+            return Ended.OVER
+        pairing.attempt = pairing.attempt.moved_to(pairing.swarm_round)
+        self.rounds.move(pairing.number, pairing.swarm_round, pairing.key.fragment)
+        if self.rounds.overlap:
+            search.deadline = asyncio.get_running_loop().time() + search.wait
+        return Ended.MOVED
 
     async def _begin_second(self, pairing: PairingAttempt) -> None:
         """Begin the meeting with the second partner of the round, if there is one; that of another
@@ -301,7 +361,7 @@ class PairExchange(ExchangeBase):
         if second is not None and second.work is not None:
             await stop(second.work)
 
-    async def _meet_second(self, pairing: PairingAttempt) -> PartnerContribution | None:
+    async def _meet_second(self, pairing: PairingAttempt) -> None:
         """Meet the second partner, and nobody else: it has no pair, so nobody else expects it."""
         loop, peer, round = asyncio.get_running_loop(), pairing.partner, pairing.key.round
         assert peer is not None
@@ -310,14 +370,14 @@ class PairExchange(ExchangeBase):
         for _ in range(TRIED):
             received, failing = await self._try(pairing, peer, deadline - loop.time())
             if received is not None or pairing.broken:
-                return received
+                return
             is_over = loop.time() >= deadline
             if failing or (is_over and not self.rounds.overlap):  # that it is busy costs no time
                 self._selector.tried(peer, round)
             if failing or is_over or not pairing.turned_away:
                 break
             pairing.turned_away.clear()
-        return await self._listen(pairing, min(deadline - loop.time(), wait * LINGER, LINGER_S))
+        await self._listen(pairing, min(deadline - loop.time(), wait * LINGER, LINGER_S))
 
     async def _try(
         self, pairing: PairingAttempt, peer: str, seconds: float
@@ -349,7 +409,7 @@ class PairExchange(ExchangeBase):
                 pairing.phase = Phase()
         return received or await pairing.outcome(self._timeouts), failing
 
-    async def _listen(self, pairing: PairingAttempt, seconds: float) -> PartnerContribution | None:
+    async def _listen(self, pairing: PairingAttempt, seconds: float) -> None:
         """Let any other peer without a partner call, for ``seconds`` and until training needs the
         outcome, or the round's other partner was met.
         """
@@ -365,7 +425,7 @@ class PairExchange(ExchangeBase):
             # If none of these holds, the caller had gone on.
             if received is not None or pairing.broken or not (is_called and self.rounds.overlap):
                 pairing.phase = Phase()  # nobody would wait for a call that is accepted now
-                return received
+                return
 
 
 class Averaged:

@@ -5,7 +5,7 @@ know it or not.
 import pytest
 
 from shoal.optim.exchange.pairing import partner_of, partners_of
-from shoal.swarm.exchange.pair.calls import Step
+from shoal.swarm.exchange.pair.state import Step
 from tests.support.pair_peers import Peer, value
 
 

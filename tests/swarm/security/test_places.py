@@ -11,8 +11,8 @@ from shoal.swarm.exchange.group import leader as group_leader
 from shoal.swarm.exchange.group import reduction
 from shoal.swarm.exchange.group.leader import MAX_PENDING, PendingGroup
 from shoal.swarm.exchange.group.reduction import PeerStreams
-from shoal.swarm.exchange.pair import calls as pair_calls
-from shoal.swarm.exchange.pair.calls import HeldCalls
+from shoal.swarm.exchange.pair import held_calls as pair_held_calls
+from shoal.swarm.exchange.pair.held_calls import HeldCalls
 from shoal.swarm.identity import Identity
 from shoal.swarm.p2p.stream_places import StreamPlaces
 from shoal.swarm.state import chunk_server as chunk_server_module
@@ -82,7 +82,7 @@ def peer_streams(monkeypatch):
 
 
 def held_calls(monkeypatch):
-    monkeypatch.setattr(pair_calls, "MAX_HELD", MOST)
+    monkeypatch.setattr(pair_held_calls, "MAX_HELD", MOST)
     nobody = SimpleNamespace(partners=lambda round: ())
     state = SimpleNamespace(rounds=SimpleNamespace(overlap=True), sizes={}, selector=nobody)
     waiting = HeldCalls(state)

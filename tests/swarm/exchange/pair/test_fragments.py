@@ -28,15 +28,10 @@ from shoal.swarm.errors import NetworkError
 from shoal.swarm.exchange.context import PeerContext
 from shoal.swarm.exchange.contribution import encode_contribution
 from shoal.swarm.exchange.group.exchange import GroupExchange
-from shoal.swarm.exchange.pair.calls import (
-    EXCHANGE_PROTOCOL,
-    PairingAttempt,
-    Step,
-    make_offer,
-    receive_offer,
-)
+from shoal.swarm.exchange.pair.calls import EXCHANGE_PROTOCOL, make_offer, receive_offer
 from shoal.swarm.exchange.pair.exchange import PairExchange
 from shoal.swarm.exchange.pair.selector import PairSelector
+from shoal.swarm.exchange.pair.state import PairingAttempt, Step
 from shoal.swarm.exchange.pair.transfer import PairTransfer
 from shoal.swarm.exchange.pair_rounds import PairRounds
 from shoal.swarm.exchange.passed_over import TERMS

@@ -13,7 +13,7 @@ from shoal.optim import FLOAT32, RoundKey
 from shoal.optim.exchange.base import Contribution
 from shoal.swarm.exchange.context import PeerContext
 from shoal.swarm.exchange.contribution import ExchangeAttempt, encode_contribution
-from shoal.swarm.exchange.pair.calls import PairingAttempt, PairState
+from shoal.swarm.exchange.pair.state import PairingAttempt, PairState
 from shoal.swarm.exchange.pair.transfer import PartnerContribution
 from shoal.swarm.exchange.pair_rounds import PairRounds
 from shoal.swarm.exchange.round_evidence import RoundEvidence

@@ -1,0 +1,106 @@
+"""Calls that came before this node is at their round: ``HeldCalls``.
+
+A caller that is early gets no answer until this node begins that round. Meanwhile its payload may
+come in, so that the exchange is over sooner.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, defaultdict
+
+from shoal.swarm.exchange.pair.state import PairingAttempt, PairState
+from shoal.swarm.exchange.pair.transfer import Incoming
+from shoal.swarm.exchange.training_time import OVERLAPPED_S
+from shoal.swarm.p2p.stream import Stream
+from shoal.swarm.p2p.stream_places import StreamPlaces
+from shoal.swarm.p2p.tasks import first_of, stop
+from shoal.swarm.wire.messages import Offer
+
+MAX_HELD = 64
+"""Calls with each fragment."""
+RECEIVED = 2
+"""Later rounds of a fragment in which payloads are received before this node is there."""
+
+
+class HeldCalls:
+    """The held calls of one node, at most one of each peer with each fragment."""
+
+    def __init__(self, state: PairState) -> None:
+        self._state = state
+        self._places: defaultdict[int, StreamPlaces] = defaultdict(lambda: StreamPlaces(MAX_HELD))
+        self._receiving: Counter[int] = Counter()  # payloads that come in, by fragment
+        self.calls: dict[tuple[int, str], tuple[int, asyncio.Future[PairingAttempt | None]]] = {}
+
+    async def hold(
+        self, stream: Stream, offer: Offer
+    ) -> tuple[PairingAttempt | None, Incoming | None]:
+        """Wait until this node is at the round of ``offer`` and takes the call; None if it does not
+        in the time a caller waits, or too many calls with that fragment are held. Also return what
+        has come of the payload meanwhile. It is received from a partner of that round, `RECEIVED`
+        times with each fragment and partner, if it is as large as this node's own.
+        """
+        round, fragment = offer.round, offer.fragment
+        call = (fragment, stream.peer_id)
+        if call in self.calls or not (places := self._places[fragment]).take(stream):
+            return None, None
+        taken: asyncio.Future[PairingAttempt | None] = asyncio.get_running_loop().create_future()
+        self.calls[call] = (round, taken)
+        state, incoming = self._state, None
+        partners = state.selector.partners(round)
+        ahead = state.sizes.get(fragment) == offer.nbytes and stream.peer_id in partners
+        if ahead and self._receiving[fragment] < RECEIVED * len(partners):
+            self._receiving[fragment] += 1
+            incoming = Incoming(offer.nbytes)
+        gone = asyncio.ensure_future(self._until_gone(stream, incoming, ahead))
+        try:
+            await first_of(
+                taken,
+                gone,
+                timeout=OVERLAPPED_S if state.rounds.overlap else state.time.patience(fragment),
+            )
+            return (taken.result() if taken.done() else None), incoming
+        finally:
+            del self.calls[call]
+            if incoming is not None:
+                self._receiving[fragment] -= 1
+            places.free(stream)
+            # Not if this call gave way, and others came and went.
+            if not places.peers and self._places.get(fragment) is places:
+                del self._places[fragment]
+            await stop(gone)  # only one may read from a stream
+
+    async def _until_gone(self, stream: Stream, incoming: Incoming | None, ahead: bool) -> None:
+        """Wait until the caller has gone on, or says anything beside its payload before it is
+        answered.
+        """
+        if incoming is not None:
+            await stream.receive_ahead(incoming.view, incoming.advance)
+        elif ahead:  # of a payload that may wait in the stream nothing is lost
+            await asyncio.sleep(OVERLAPPED_S)
+        await stream.more(OVERLAPPED_S)
+
+    def take(self, pairing: PairingAttempt, peer: str) -> bool:
+        """Accept the call of ``peer`` if one for this round is held; return whether it was."""
+        held = self.calls.get((pairing.key.fragment, peer))
+        if held is None or held[0] != pairing.key.round or held[1].done():
+            return False
+        pairing.engage()
+        held[1].set_result(pairing)
+        return True
+
+    def release(self, pairing: PairingAttempt) -> None:
+        """Answer the calls that this node no longer takes, now that it is in the round of
+        ``pairing``: those for that round or an earlier one, except its partner's, and those for
+        rounds of other fragments that it will not be in.
+        """
+        state, key = self._state, pairing.key
+        for (fragment, peer), (round, taken) in self.calls.items():
+            if fragment == key.fragment:
+                expects = pairing.partner == peer or state.meeting(fragment, peer) is not pairing
+                past = round < key.round or (round == key.round and not expects)
+            else:
+                call = (round, fragment, state.at(fragment))
+                past = state.rounds.instead(*call) is not None or state.rounds.through(*call)
+            if past and not taken.done():
+                taken.set_result(None)
