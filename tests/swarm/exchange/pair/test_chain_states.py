@@ -1,5 +1,6 @@
 """The two meetings of a chain's middle: what each decides, and what they decide together."""
 
+import asyncio
 from types import SimpleNamespace
 
 import pytest
@@ -105,6 +106,88 @@ def test_held_calls_of_both_ends_are_kept():
     held.calls = {(0, peer): (3, each) for peer, each in taken.items()}
     held.release(first)
     assert [taken[peer].answers for peer in taken] == [[], [], [None]]
+
+
+def test_meeting_that_ends_ends_the_other():
+    """An exchange of the second meeting after the first is over would be in no mean here."""
+
+    async def main():
+        first, second = middle()
+        second.work = asyncio.ensure_future(asyncio.Event().wait())
+        await asyncio.sleep(0)
+        await PairExchange._end_second(None, first)
+        assert (first.second, second.work.cancelled()) == (None, True)
+
+    asyncio.run(main())
+
+
+def test_either_meeting_tells_both_that_one_was_met():
+    """Else who listens in vain does so for as long as training can wait."""
+    selector = SimpleNamespace(ended=lambda *args, **options: None)
+    evidence = SimpleNamespace(met=lambda peers, round: None)
+    state = PairState(None, None, None, selector, None, evidence, None)
+    for which in (0, 1):
+        pairings = middle()
+        state.ended(pairings[which], ENDS[which], "theirs")
+        assert [pairing.met.is_set() for pairing in pairings] == [True, True]
+
+
+@pytest.mark.parametrize("called", [True, False])
+def test_second_partner_that_called_meanwhile_is_called_back(called):
+    """It was turned away while this node was calling it."""
+
+    async def main():
+        _, second = middle()
+        calls = []
+
+        async def call(pairing, peer, seconds):
+            calls.append(peer)
+            if called and len(calls) == 1:
+                pairing.turned_away.append(peer)
+            return None, False
+
+        async def listen(pairing, seconds):
+            calls.append("listens")
+
+        exchange = SimpleNamespace(
+            time=SimpleNamespace(patience=lambda fragment: 9.0),
+            rounds=SimpleNamespace(overlap=True),
+            _try=call,
+            _listen=listen,
+        )
+        await PairExchange._meet_second(exchange, second)
+        assert calls == [ENDS[1]] * (1 + called) + ["listens"]
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("peer", [*ENDS, "third"])
+def test_payloads_of_both_partners_come_ahead(peer):
+    class Silent:
+        peer_id = peer
+
+        async def receive_ahead(self, view, advance):
+            await asyncio.Event().wait()
+
+        async def more(self, seconds):
+            await asyncio.Event().wait()
+
+    async def main():
+        selector = SimpleNamespace(partners=lambda round: ENDS)
+        rounds = SimpleNamespace(overlap=True)
+        state = PairState(None, None, None, selector, rounds, None, None, sizes={0: 16})
+        held = HeldCalls(state)
+        offer = SimpleNamespace(round=3, fragment=0, nbytes=16)
+        held._places[0] = SimpleNamespace(
+            take=lambda stream: True, free=lambda stream: None, peers=1
+        )
+        holding = asyncio.ensure_future(held.hold(Silent(), offer))
+        await asyncio.sleep(0)
+        held.calls[0, peer][1].set_result(None)
+        _, incoming = await holding
+        assert (incoming is not None) == (peer in ENDS)
+
+    asyncio.run(main())
 
 
 def five():
