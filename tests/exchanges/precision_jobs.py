@@ -14,7 +14,7 @@ from shoal.node.config.train_settings import OwnTraining
 from shoal.node.task import Task
 from shoal.node.training.inner_step import InnerStep
 
-STEPS, ROWS, BAD = 8, 8, 4
+ROWS = 8
 
 
 class Rows(Task):
@@ -22,10 +22,10 @@ class Rows(Task):
         return (model(batch) - batch.sum(1, keepdim=True)).square().mean()
 
 
-def steps(kind, precision):
-    """Return which steps were taken and the weights after them.
+def steps(kind, precision, count, bad):
+    """Return which of ``count`` steps were taken and the weights after them.
 
-    In step BAD the batch of rank 0 is not finite.
+    In step ``bad`` the batch of rank 0 is not finite.
     """
     torch.manual_seed(1)
     model = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.GELU(), torch.nn.Linear(16, 1))
@@ -57,9 +57,9 @@ def steps(kind, precision):
     )
     inner, taken = torch.optim.AdamW(parameters, lr=0.01), []
     generator = torch.Generator().manual_seed(3)
-    for number in range(STEPS):
+    for number in range(count):
         batch = torch.randn(ROWS, 4, generator=generator)
-        if number == BAD:
+        if number == bad:
             batch[0] = math.inf
         step.gradients(batch)
         taken.append(step.step(inner))

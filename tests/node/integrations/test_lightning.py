@@ -3,6 +3,7 @@ own.
 """
 
 import re
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -14,57 +15,26 @@ from shoal.swarm.errors import ShoalError
 from tests.node.integrations.two_peers import EVERY, HERE, STEPS, flat, joined_late, pair
 from tests.support.outer_training import GoesBack
 
-lightning = pytest.importorskip("lightning.pytorch", reason="lightning is not installed")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.skipif(find_spec("lightning") is None, reason="lightning is not installed"),
+]
 
-from shoal.node.integrations.lightning import SwarmCallback  # noqa: E402
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+@pytest.fixture(scope="module")
+def lightning_models():
+    from tests.node.integrations import lightning_models
+
+    return lightning_models
 
 
-class Regression(lightning.LightningModule):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.net = torch.nn.Linear(4, 1)
+def swarm_callback(session, **options):
+    from shoal.node.integrations.lightning import SwarmCallback
 
-    def training_step(self, batch, batch_idx):
-        return (self.net(batch) - batch.sum(1, keepdim=True)).square().mean()
-
-    def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), lr=0.05)
+    return SwarmCallback(session, **options)
 
 
 BATCHES = torch.randn(2 * STEPS, 5, 4, generator=torch.Generator().manual_seed(0))
-
-
-class Scored(Regression):
-    """Validated by the given scores, in turn; notes which weights were validated: those trained, or
-    the slow ones.
-    """
-
-    def __init__(self, scores=()):
-        super().__init__()
-        self.scores, self.seen, self.callback = iter(scores), [], None
-
-    def validation_step(self, batch, batch_idx):
-        self.seen.append(
-            self.callback.opt is not None
-            and torch.equal(flat(self.parameters()), flat(self.callback.opt.slow))
-        )
-        self.log("score", float(next(self.scores, 0)))
-
-
-def trainer(folder, callback, *more, **options):
-    return lightning.Trainer(
-        accelerator="cpu",
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=folder,
-        callbacks=[callback, *more],
-        num_sanity_val_steps=0,
-        **options,
-    )
 
 
 def loader(name):
@@ -84,14 +54,14 @@ def loader(name):
     ],
     ids=["steps", "epochs", "early"],
 )
-def test_session_finishes_before_the_last_save(tmp_path, limits, patience, last):
+def test_session_finishes_before_the_last_save(lightning_models, tmp_path, limits, patience, last):
     """Were it finished at the end, the last checkpoint would lack the mean, and the best weights be
     overwritten.
     """
     from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 
     def train(name, module, session):
-        module.callback = callback = SwarmCallback(session)
+        module.callback = callback = swarm_callback(session)
         keeping = ModelCheckpoint(
             tmp_path / name,
             monitor="score",
@@ -101,7 +71,9 @@ def test_session_finishes_before_the_last_save(tmp_path, limits, patience, last)
             every_n_epochs=1,
         )
         stopping = EarlyStopping("score", mode="max", patience=patience)
-        fitted = trainer(tmp_path, callback, stopping, keeping, val_check_interval=EVERY, **limits)
+        fitted = lightning_models.trainer(
+            tmp_path, callback, stopping, keeping, val_check_interval=EVERY, **limits
+        )
         fitted.fit(module, loader(name), loader(name))
         assert fitted.global_step == last
         best = torch.load(keeping.best_model_path, weights_only=True)
@@ -109,7 +81,7 @@ def test_session_finishes_before_the_last_save(tmp_path, limits, patience, last)
         module.load_state_dict(best["state_dict"])
         return flat(callback.opt.slow), flat(best["state_dict"].values())
 
-    modules = [Scored([3, 2, 1]), Scored([3, 2, 1])]
+    modules = [lightning_models.Scored([3, 2, 1]), lightning_models.Scored([3, 2, 1])]
     (slow, best), (others, others_best) = pair(train, modules, finish="average")
     assert torch.equal(slow, others)
     for name, module, kept in zip("ab", modules, (best, others_best), strict=True):
@@ -124,18 +96,18 @@ def test_session_finishes_before_the_last_save(tmp_path, limits, patience, last)
 
 @pytest.mark.ci
 @pytest.mark.parametrize("lag", [0, 2])
-def test_a_resumed_fit_goes_on_bit_by_bit(tmp_path, lag):
+def test_a_resumed_fit_goes_on_bit_by_bit(lightning_models, tmp_path, lag):
     """Were the outer state not in the checkpoint, slow weights, momentum and what is in flight
     would begin anew.
     """
     from lightning.pytorch.callbacks import ModelCheckpoint
 
     def train(steps, start, name, module, session):
-        callback = SwarmCallback(session)
+        callback = swarm_callback(session)
         keeping = ModelCheckpoint(
             tmp_path / name, filename="{step}", every_n_train_steps=EVERY, save_top_k=-1
         )
-        fitted = trainer(tmp_path, callback, keeping, max_steps=steps)
+        fitted = lightning_models.trainer(tmp_path, callback, keeping, max_steps=steps)
         fitted.fit(module, loader(name), ckpt_path=start and tmp_path / name / start)
         return (
             flat([*callback.opt.slow, *callback.opt.rule_state["momentum"]]),
@@ -143,9 +115,15 @@ def test_a_resumed_fit_goes_on_bit_by_bit(tmp_path, lag):
             flat(module.parameters()),
         )
 
-    straight = pair(lambda *peer: train(STEPS, None, *peer), [Regression(), Regression()], lag=lag)
+    straight = pair(
+        lambda *peer: train(STEPS, None, *peer),
+        [lightning_models.Regression(), lightning_models.Regression()],
+        lag=lag,
+    )
     resumed = pair(
-        lambda *peer: train(STEPS, "step=6.ckpt", *peer), [Regression(), Regression()], lag=lag
+        lambda *peer: train(STEPS, "step=6.ckpt", *peer),
+        [lightning_models.Regression(), lightning_models.Regression()],
+        lag=lag,
     )
     for (found, round, weights), (wanted, rounds, their_weights) in zip(
         resumed, straight, strict=True
@@ -156,11 +134,11 @@ def test_a_resumed_fit_goes_on_bit_by_bit(tmp_path, lag):
 
 
 @pytest.mark.parametrize("evaluate", ["fast", "slow"])
-def test_the_weights_to_evaluate_are_chosen(tmp_path, evaluate):
-    module = Scored()
+def test_the_weights_to_evaluate_are_chosen(lightning_models, tmp_path, evaluate):
+    module = lightning_models.Scored()
     with shoal.create(state=module, every=EVERY, lag=0, network=HERE, wait_s=0.5) as s:
-        module.callback = callback = SwarmCallback(s, evaluate=evaluate)
-        fitted = trainer(
+        module.callback = callback = swarm_callback(s, evaluate=evaluate)
+        fitted = lightning_models.trainer(
             tmp_path,
             callback,
             max_steps=5,
@@ -173,14 +151,14 @@ def test_the_weights_to_evaluate_are_chosen(tmp_path, evaluate):
         fitted.validate(module, loader("a"), verbose=False)
     assert module.seen == [evaluate == "slow", True]
     with pytest.raises(ShoalError, match='are "fast" or "slow", not \'both\''):
-        SwarmCallback(None, evaluate="both")
+        swarm_callback(None, evaluate="both")
 
 
-def test_a_fit_is_a_loop_with_the_outer_optimizer(tmp_path):
-    module = Regression()
+def test_a_fit_is_a_loop_with_the_outer_optimizer(lightning_models, tmp_path):
+    module = lightning_models.Regression()
     with shoal.create(state=module, every=EVERY, lag=0, network=HERE, wait_s=0.5) as s:
-        callback = SwarmCallback(s)
-        fitted = trainer(
+        callback = swarm_callback(s)
+        fitted = lightning_models.trainer(
             tmp_path, callback, max_epochs=1, enable_checkpointing=False, accumulate_grad_batches=2
         )
         fitted.fit(module, torch.utils.data.DataLoader(list(BATCHES), batch_size=None))
@@ -191,7 +169,7 @@ def test_a_fit_is_a_loop_with_the_outer_optimizer(tmp_path):
         BATCHES.numel(),
     )
     assert loss is not None
-    twin = Regression()
+    twin = lightning_models.Regression()
     opt = NoLoCo(twin.configure_optimizers(), Alone(), every=EVERY, lag=0)
     for number, batch in enumerate(BATCHES):
         (twin.training_step(batch, number) / 2).backward()
@@ -202,11 +180,13 @@ def test_a_fit_is_a_loop_with_the_outer_optimizer(tmp_path):
         torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-6)
 
 
-def test_a_fit_overlaps_and_leaves_nothing_in_flight(tmp_path):
-    module, met = Regression(), []
+def test_a_fit_overlaps_and_leaves_nothing_in_flight(lightning_models, tmp_path):
+    module, met = lightning_models.Regression(), []
     with shoal.create(state=module, every=EVERY, network=HERE, wait_s=0.5) as s:
-        callback = SwarmCallback(s, on_round=met.append)
-        fitted = trainer(tmp_path, callback, max_steps=STEPS, enable_checkpointing=False)
+        callback = swarm_callback(s, on_round=met.append)
+        fitted = lightning_models.trainer(
+            tmp_path, callback, max_steps=STEPS, enable_checkpointing=False
+        )
         fitted.fit(module, torch.utils.data.DataLoader(list(BATCHES), batch_size=None))
         assert callback.opt.lag_auto
         rest = callback.opt.fragments - 1  # sent once more at the end: the last one's steps are out
@@ -218,16 +198,7 @@ def test_a_trainer_with_several_processes_or_optimizers_is_refused():
         world_size, optimizers = 1, (1, 2)
 
     with pytest.raises(ShoalError, match="1 processes and 2 optimizers: a peer has one of each"):
-        SwarmCallback(None).on_train_start(Several(), None)
-
-
-class OtherOptimizer(Regression):
-    def __init__(self, make):
-        super().__init__()
-        self.make = make
-
-    def configure_optimizers(self):
-        return self.make(self)
+        swarm_callback(None).on_train_start(Several(), None)
 
 
 @pytest.mark.parametrize(
@@ -254,42 +225,26 @@ class OtherOptimizer(Regression):
     ],
     ids=["closure", "back", "part"],
 )
-def test_an_optimizer_that_an_own_loop_cannot_have_is_refused(tmp_path, make, sentence):
-    module = OtherOptimizer(make)
+def test_an_optimizer_that_an_own_loop_cannot_have_is_refused(
+    lightning_models, tmp_path, make, sentence
+):
+    module = lightning_models.OtherOptimizer(make)
     with shoal.create(state=module, every=EVERY, network=HERE) as session:
-        fitted = trainer(tmp_path, SwarmCallback(session), max_steps=STEPS)
+        fitted = lightning_models.trainer(tmp_path, swarm_callback(session), max_steps=STEPS)
         with pytest.raises(ShoalError, match=f"^{re.escape(sentence)}$"):
             fitted.fit(module, torch.utils.data.DataLoader(list(BATCHES), batch_size=None))
 
 
-class OneCycle(Regression):
-    """Notes where its schedule is after each step; fitting ends after three of ``steps``."""
-
-    def __init__(self, steps):
-        super().__init__()
-        self.steps, self.places, self.rates = steps, [], []
-
-    def configure_optimizers(self):
-        inner = torch.optim.AdamW(self.parameters(), lr=0.05)
-        schedule = torch.optim.lr_scheduler.OneCycleLR(inner, 0.05, total_steps=self.steps)
-        return {"optimizer": inner, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-
-    def on_before_optimizer_step(self, optimizer):
-        self.places.append(self.lr_schedulers().last_epoch)
-        self.rates.append(optimizer.param_groups[0]["lr"])
-        self.trainer.should_stop = len(self.places) == 3
-
-
 @pytest.mark.parametrize("steps", [3, 10**7], ids=["over", "under way"])
-def test_late_trainer_follows_the_swarms_schedule(tmp_path, steps):
+def test_late_trainer_follows_the_swarms_schedule(lightning_models, tmp_path, steps):
     """The schedule of a late trainer begins where the swarm is."""
-    module = OneCycle(steps)
+    module = lightning_models.OneCycle(steps)
 
     def train(session):
-        fitted = trainer(tmp_path, SwarmCallback(session), max_steps=steps)
+        fitted = lightning_models.trainer(tmp_path, swarm_callback(session), max_steps=steps)
         fitted.fit(module, loader("b"))
 
-    joined_late(Regression(), module, train, steps=4 * EVERY)
+    joined_late(lightning_models.Regression(), module, train, steps=4 * EVERY)
     if steps == 3:
         last = torch.optim.lr_scheduler.OneCycleLR(
             torch.optim.AdamW(module.parameters(), lr=0.05), 0.05, total_steps=steps

@@ -2,6 +2,8 @@
 (SHOAL_SLOW=1) a real one.
 """
 
+from importlib.util import find_spec
+
 import pytest
 import torch
 
@@ -20,7 +22,9 @@ from shoal.swarm.settings.outer import OuterSettings
 from shoal.swarm.settings.training import TrainSettings
 from tests.support.transformers_models import real_model, wants_real_model
 
-transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.skipif(
+    find_spec("transformers") is None, reason="transformers is not installed"
+)
 PROMPTS = ["a", "reverse: abc", "the longest of all the prompts"]
 
 
@@ -45,6 +49,8 @@ def test_log_probs_of_generation_are_those_of_a_whole_pass(policy, monkeypatch):
 
 
 def test_greedy_is_what_transformers_generates(policy, folder):
+    import transformers
+
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     for prompt, (mine,) in zip(
         PROMPTS, policy.generate(PROMPTS, 1, temperature=0.0, max_tokens=9, seed=0), strict=True
@@ -61,6 +67,8 @@ def test_greedy_is_what_transformers_generates(policy, folder):
 
 
 def sliding(folder):
+    import transformers
+
     torch.manual_seed(1)
     config = transformers.MistralConfig(
         vocab_size=96,

@@ -8,6 +8,7 @@ import socket
 import threading
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -30,8 +31,10 @@ from shoal.node.verify.proven_group import policy_label
 from shoal.swarm.settings.outer import OuterSettings
 from shoal.swarm.settings.training import TrainSettings
 
-transformers = pytest.importorskip("transformers")
-peft = pytest.importorskip("peft")
+pytestmark = [
+    pytest.mark.skipif(find_spec(name) is None, reason=f"{name} is not installed")
+    for name in ("transformers", "peft")
+]
 PROMPTS = ["a", "reverse: abc", "the longest of all the prompts"]
 STRINGS = Env("strings", canonical({}), Strings())
 
@@ -39,6 +42,8 @@ STRINGS = Env("strings", canonical({}), Strings())
 @pytest.fixture(scope="module")
 def folder(folder, tmp_path_factory):
     """The model of the other tests, surer of its answers, so that an adapter changes them."""
+    import transformers
+
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
         model.lm_head.weight.mul_(20)
@@ -58,6 +63,9 @@ class Model:
         self.noise = 0.0  # standard deviation of what is added beside it
 
     def load(self, name, path):
+        import peft
+        import transformers
+
         base = transformers.AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32)
         self.made[name] = (peft.PeftModel.from_pretrained(base, path) if path else base).eval()
 

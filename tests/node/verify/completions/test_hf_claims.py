@@ -3,6 +3,7 @@ few thousand parameters.
 """
 
 import copy
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -17,8 +18,10 @@ from shoal.node.verify.proven_group import make_claim, prove
 from shoal.node.verify.snapshot import digest, load_snapshot, snapshot, trained
 from tests.support.transformers_models import real_model, saved_model, wants_real_model
 
-pytest.importorskip("transformers")
-pytest.importorskip("peft")
+pytestmark = [
+    pytest.mark.skipif(find_spec(name) is None, reason=f"{name} is not installed")
+    for name in ("transformers", "peft")
+]
 ENV = Env("strings", canonical({}), Strings())
 AGREED = Agreed(1.0, 10, 6)
 
