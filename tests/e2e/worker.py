@@ -19,6 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+import torch._dynamo  # a process's first optimizer does, for a second: here once for all workers
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 

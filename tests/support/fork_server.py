@@ -36,6 +36,9 @@ REQUEST = 1 << 17  # bytes of a request: a name, a module and its arguments
 def import_all() -> None:
     """Import what every node imports sooner or later, except a task of the user's own."""
     with uncollected():
+        # A process's first optimizer of torch imports this, which takes a second of a processor.
+        import torch._dynamo  # noqa: F401
+
         import shoal.node.runtime.display
         import shoal.node.runtime.node_run
         import shoal.node.runtime.training_node

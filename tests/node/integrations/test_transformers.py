@@ -375,8 +375,15 @@ def test_who_joins_takes_over_the_checkpoint_that_the_first_resumed(tmp_path):
     trainer(
         donor, rows(5), tmp_path / "donor", more={"save_strategy": "steps", "save_steps": STEPS}
     ).train()
+    # Without a last average, in which the first would stay while the other waits for it in a round.
     first = shoal.create(
-        state=models[0], every=EVERY, lag=0, start_when=2, network=HERE, codec="float32"
+        state=models[0],
+        every=EVERY,
+        lag=0,
+        start_when=2,
+        network=HERE,
+        codec="float32",
+        finish="none",
     )
     sessions, callbacks, errors = (
         [first, shoal.join(first.link, state=models[1], network=HERE)],

@@ -39,8 +39,11 @@ def pair(train, models, **outer):
 def joined_late(begun, late, train, steps):
     """Return what ``train(session)`` does: the module ``late`` joins a swarm in which ``begun`` has
     trained ``steps`` steps, and goes on.
+
+    Without a last average, for which each would wait until the other's record says that it is at
+    its end.
     """
-    first = shoal.create(state=begun, every=EVERY, lag=0, network=HERE, wait_s=0.2)
+    first = shoal.create(state=begun, every=EVERY, lag=0, network=HERE, wait_s=0.2, finish="none")
     inner = torch.optim.SGD([p for p in begun.parameters() if p.requires_grad], lr=0.01)
     opt = first.optimizer(inner)
 
