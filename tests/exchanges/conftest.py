@@ -43,3 +43,19 @@ def ranks(nursery):
     yield get
     for found in made:
         found.close()
+
+
+@pytest.fixture
+def four(ranks, fours):
+    """Four ranks that serve all tests of a module: what torch prepares once in a process for a
+    layout of shards takes longer than the tests. New ones, if those of the last test did not
+    answer.
+    """
+    if not fours or not fours[-1].whole:
+        fours.append(ranks(4))
+    return fours[-1]
+
+
+@pytest.fixture(scope="module")
+def fours():
+    return []

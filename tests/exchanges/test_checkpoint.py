@@ -33,8 +33,8 @@ EACH = [
 
 @pytest.mark.thinned(4)
 @pytest.mark.parametrize(("layout", "method", "options"), EACH)
-def test_resumed_run_is_bit_equal(ranks, layout, method, options, tmp_path):
-    found = ranks(4).call(
+def test_resumed_run_is_bit_equal(four, layout, method, options, tmp_path):
+    found = four.call(
         JOBS, "saved_and_loaded", folder=str(tmp_path), layout=layout, method=method, **options
     )
     assert found == [{"equal": [True, True], "alike": "full" not in options, "fresh": 16}] * 4
@@ -44,14 +44,14 @@ def test_resumed_run_is_bit_equal(ranks, layout, method, options, tmp_path):
 @pytest.mark.parametrize(
     ("one", "other"), [("fsdp", "tp"), ("tp", "hsdp"), ("hsdp", "whole"), ("whole", "fsdp")]
 )
-def test_a_checkpoint_of_one_layout_loads_in_another(ranks, one, other, tmp_path):
-    saved = ranks(4).call(JOBS, "save", folder=str(tmp_path), layout=one)
-    loaded = ranks(4).call(JOBS, "load", folder=str(tmp_path), layout=other)
+def test_a_checkpoint_of_one_layout_loads_in_another(four, one, other, tmp_path):
+    saved = four.call(JOBS, "save", folder=str(tmp_path), layout=one)
+    loaded = four.call(JOBS, "load", folder=str(tmp_path), layout=other)
     assert loaded == [[saved[0], 9]] * 4
     assert any(torch.tensor(tensor).any() for tensor in saved[0][1])
 
 
-def test_peers_of_several_shards_each_save_their_own(ranks, tmp_path):
-    found = ranks(4).call(JOBS, "peers", folder=str(tmp_path))
+def test_peers_of_several_shards_each_save_their_own(four, tmp_path):
+    found = four.call(JOBS, "peers", folder=str(tmp_path))
     assert [equal for equal, _ in found] == [True] * 4
     assert found[0][1] == found[1][1] != found[2][1] == found[3][1]
