@@ -301,9 +301,7 @@ def test_ctrl_c_saves_and_the_node_resumes(shoal, eventually):
 def test_a_second_ctrl_c_ends_the_node_at_once(shoal, eventually):
     # A step that takes longer than this test waits, and that the first Ctrl-C lets finish.
     node = create(shoal, "n", seconds=100)
-    eventually(
-        lambda: any(event["event"] == "start" for event in shoal.metrics("n")), 60, "the first step"
-    )
+    eventually((shoal.home / "task" / "drawing").exists, 60, "the first step")
     node.signal(signal.SIGINT)
     with pytest.raises(subprocess.TimeoutExpired):
         node.popen.wait(1)

@@ -40,6 +40,14 @@ class Report:
     failure: BaseException | None
 
 
+def blocks(seeds: int, size: int, quick: int) -> list[tuple[int, int]]:
+    """Return the first and the end of each block of seeds: of the ``quick`` first ones, and of the
+    rest in blocks up to the multiples of ``size``.
+    """
+    ends = [quick, *range(size, seeds + 1, size)]
+    return list(zip([0, *ends], ends, strict=False))
+
+
 def setting_of(seed: int, hostile: bool = False) -> Setting:
     """Return the swarm of a seed; one with a ``hostile`` member trains for longer."""
     chance = random.Random(f"setting {seed}")

@@ -5,23 +5,24 @@ import pytest
 
 from shoal.swarm.exchange.pair_rounds import PairRounds
 from shoal.swarm.exchange.round_evidence import RoundEvidence
+from tests.sim.run import blocks
 
-SEEDS, BLOCK, QUICK = 2000, 50, 50
+SEEDS, BLOCK, QUICK = 2000, 50, 30
 LATER = pytest.mark.slow(
-    reason="ten minutes of a processor; the first fifty have swarms of every kind"
+    reason="ten minutes of a processor; the first thirty have swarms of every kind"
 )
 
 
 @pytest.mark.ci
 @pytest.mark.parametrize(
-    "first",
+    ("first", "end"),
     [
-        pytest.param(first, marks=[LATER] * (first >= QUICK), id=str(first))
-        for first in range(0, SEEDS, BLOCK)
+        pytest.param(first, end, marks=[LATER] * (first >= QUICK), id=str(first))
+        for first, end in blocks(SEEDS, BLOCK, QUICK)
     ],
 )
-def test_a_hostile_member_drags_nobody(seeds, first):
-    seeds.check(range(first, first + BLOCK), hostile=True)
+def test_a_hostile_member_drags_nobody(seeds, first, end):
+    seeds.check(range(first, end), hostile=True)
 
 
 def one_word_is_enough(patch):
@@ -60,7 +61,7 @@ def a_stranger_chooses_the_fragment(patch):
 )
 def test_a_seed_finds_it(seeds, monkeypatch, mutant):
     mutant(monkeypatch)
-    seed, failure = seeds.first(range(2 * QUICK), hostile=True)
+    seed, failure = seeds.first(range(100), hostile=True)
     assert seed is not None
     assert any(
         what in repr(failure)

@@ -14,24 +14,24 @@ from shoal.swarm.exchange.pair.exchange import PairExchange
 from tests.sim.clock import Stuck, VirtualLoop
 from tests.sim.faults import Fault
 from tests.sim.peers import Setting
-from tests.sim.run import setting_of, simulate
+from tests.sim.run import blocks, setting_of, simulate
 
 ROOT = Path(__file__).resolve().parents[2]
-SEEDS, BLOCK, QUICK = 500, 50, 50
+SEEDS, BLOCK, QUICK = 500, 50, 30
 LATER = pytest.mark.slow(
-    reason="a minute of a processor; the first fifty have swarms of every kind"
+    reason="a minute of a processor; the first thirty have swarms of every kind"
 )
 
 
 @pytest.mark.parametrize(
-    "first",
+    ("first", "end"),
     [
-        pytest.param(first, marks=[LATER] * (first >= QUICK), id=str(first))
-        for first in range(0, SEEDS, BLOCK)
+        pytest.param(first, end, marks=[LATER] * (first >= QUICK), id=str(first))
+        for first, end in blocks(SEEDS, BLOCK, QUICK)
     ],
 )
-def test_seeds(seeds, first):
-    seeds.check(range(first, first + BLOCK))
+def test_seeds(seeds, first, end):
+    seeds.check(range(first, end))
 
 
 FOUND = {

@@ -2,6 +2,7 @@
 
 SLOW = '''
 import time
+from pathlib import Path
 import torch
 from shoal.node.task import Task
 
@@ -16,6 +17,7 @@ class Slow(Task):
     def batches(self, shard):
         generator = torch.Generator().manual_seed(shard.index)
         while True:
+            Path(__file__).with_name("drawing").touch()  # in a step
             time.sleep({seconds})
             yield torch.randn(8, WIDTH, generator=generator)
 
