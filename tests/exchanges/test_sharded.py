@@ -26,8 +26,8 @@ def check(found, expected):
 @pytest.mark.thinned(3)
 @pytest.mark.parametrize("method", ["DiLoCo", "NoLoCo"])
 @pytest.mark.parametrize("kind", ["fsdp", "ddp"])
-def test_two_peers_of_two_shards_equal_two_processes(ranks, kind, method):
-    found = ranks(4).call(JOBS, "sharded", kind=kind, method=method)
+def test_two_peers_of_two_shards_equal_two_processes(four, kind, method):
+    found = four.call(JOBS, "sharded", kind=kind, method=method)
     check(found, Simulation(["0", "1"]).run(lambda exchange: jobs.reference(exchange, method)))
     assert found[0]["members"] == [["0", "1"]] * 5
     assert found[0]["shapes"] == (
@@ -36,8 +36,8 @@ def test_two_peers_of_two_shards_equal_two_processes(ranks, kind, method):
 
 
 @pytest.mark.parametrize("kind", ["fsdp", "ddp"])
-def test_a_round_that_failed_for_one_shard_failed_for_all(ranks, kind):
-    found = ranks(4).call(JOBS, "sharded", kind=kind, fails_in=2)
+def test_a_round_that_failed_for_one_shard_failed_for_all(four, kind):
+    found = four.call(JOBS, "sharded", kind=kind, fails_in=2)
     faults = Faults(drop=lambda peer, key: key.round == 2)
     check(found, Simulation(["0", "1"], faults=faults).run(jobs.reference))
     assert [len(members) for members in found[0]["members"]] == [2, 2, 0, 2, 2]
@@ -46,8 +46,8 @@ def test_a_round_that_failed_for_one_shard_failed_for_all(ranks, kind):
     )  # though each peer went on alone in round 2
 
 
-def test_looking_at_the_slow_weights_of_shards_changes_nothing(ranks):
-    found = ranks(4).call(JOBS, "sharded", kind="fsdp", evaluates=True)
+def test_looking_at_the_slow_weights_of_shards_changes_nothing(four):
+    found = four.call(JOBS, "sharded", kind="fsdp", evaluates=True)
     check(found, Simulation(["0", "1"]).run(jobs.reference))
 
 
@@ -66,5 +66,5 @@ def test_all_shards_of_a_peer_have_the_same_partner(ranks):
     [("wrong_mesh", "two dimensions, peers and shards"), ("without_model", "hand in model=")],
     ids=["another mesh", "no model"],
 )
-def test_what_cannot_be_sharded_is_refused(ranks, job, said):
-    assert all(said in error for error in ranks(4).call(JOBS, job))
+def test_what_cannot_be_sharded_is_refused(four, job, said):
+    assert all(said in error for error in four.call(JOBS, job))

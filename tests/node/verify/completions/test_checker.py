@@ -41,9 +41,9 @@ def test_honest_claims_pass(world, sides):
         assert finding.seconds > 0
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize("verifier", ["float32", "float16"])
-def test_float16_too(world, verifier):
+@pytest.fixture(scope="module")
+def calibrated_in_float16(world):
+    """The world whose provers compute in float16 too."""
     from shoal.node.verify.calibrate import self_calibrate
 
     made = self_calibrate(
@@ -54,7 +54,13 @@ def test_float16_too(world, verifier):
         claims=30,
         dtypes=("float16", "float32"),
     )
-    other = dataclasses.replace(world, calibration=made)
+    return dataclasses.replace(world, calibration=made)
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("verifier", ["float32", "float16"])
+def test_float16_too(world, calibrated_in_float16, verifier):
+    other = calibrated_in_float16
     checker = other.checker(own=(verifier,))
     assert all(
         other.check(other.proven(index, dtype="float16"), checker).accepted for index in range(6)
