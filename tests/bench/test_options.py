@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from bench import (
     chaos_table,
+    checkpoint,
     eclipse,
     exchange,
     latency,
@@ -24,6 +25,7 @@ from bench import (
     table,
     verification,
     verification_135m,
+    votes,
     waits,
 )
 from bench._interval import rate_interval
@@ -88,9 +90,9 @@ def test_one_join_of_a_tiny_model(program):
 
 
 @pytest.mark.ci
-def test_json_rows(tmp_path, program):
+def test_json_rows(tmp_path, called):
     options = ("--sizes", "tiny", "--saves", "1", "--steps", "2", "--folder", tmp_path, "--json")
-    done = program("checkpoint.py", *options, timeout=120)
+    done = called(checkpoint.main, *options)
     (row,) = json.loads(done.stdout)["rows"]
     assert row["size"] == "tiny"
     assert row["checkpoint_mb"] > row["copy_mb"] > 0
@@ -186,10 +188,8 @@ def test_the_difference_is_taken_seed_by_seed():
     assert "| 4 of 8 | each round | 1.5250 | +2.00 ± 1.00 % |" in markdown(rows)
 
 
-def test_json_rows_votes(program):
-    rows = json.loads(program("votes.py", "--claims", "20000", "--json", timeout=120).stdout)[
-        "vote"
-    ]
+def test_json_rows_votes(called):
+    rows = json.loads(called(votes.main, "--claims", "20000", "--json").stdout)["vote"]
     assert {(row["n"], row["collude"]) for row in rows} == {
         (n, f / 10) for n in (3, 5, 7) for f in range(5)
     }
