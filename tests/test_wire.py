@@ -7,6 +7,7 @@ import pkgutil
 import re
 
 import shoal.swarm
+from shoal.optim.codecs.registry import CODECS
 from shoal.swarm.access.link import MAX_ADDRESSES as LINK_ADDRESSES
 from shoal.swarm.access.link import MAX_CHARS
 from shoal.swarm.changes import CHANGE_PROTOCOL
@@ -183,3 +184,9 @@ def test_bounds_in_the_text_are_those_of_the_code():
     )
     assert f"{MAX_TESTS} times in all, and\nnever" in PAGE
     assert f"at most {MAX_LOG_BYTES >> 20} MiB, {LOGS.messages} times a minute to one peer" in PAGE
+
+
+def test_payload_of_every_codec_is_in_the_table():
+    section = PAGE.partition("## Payloads of codecs")[2].partition("\n## ")[0]
+    rows = " ".join(re.findall(r"^\| (.*)", section, re.MULTILINE))
+    assert [name for name in (*CODECS, "auto", "mod4") if f"`{name}" not in rows] == []
