@@ -250,8 +250,8 @@ def test_bucketed_swarm_figures_are_estimates():
     members = {str(number): SimpleNamespace(**known) for number in range(48)}
     assert swarm_checks.in_view(members, 48) == ", 48 peers in view"
     estimated = (
-        ": about 1,536 peers (± 14 %), estimated from the 48 in view: 15,360 tokens a second in "
-        "all, median loss 2.0000"
+        ": about 1,536 peers (± 14 %), estimated from the 48 in view: about 15,360 tokens a second "
+        "in all, median loss 2.0000"
     )
     assert swarm_checks.in_view(members, 1536) == estimated
 
