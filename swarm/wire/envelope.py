@@ -183,6 +183,7 @@ Moment = Annotated[float, Field(ge=0, le=MAX_COUNT)]
 Rate = Annotated[float, Field(ge=0, le=MAX_RATE), AfterValidator(_rate)]
 Share = Annotated[float, Field(ge=0, le=MAX_SHARE)]
 Bytes = Annotated[int, Field(ge=0, le=MAX_BYTES)]
+"""Bytes that were sent or that a payload has, up to 1 TiB; a capacity is a `Count`."""
 # Sums and products of such weights stay finite in float32. 0: takes part but is not counted.
 MAX_WEIGHT = 1e30
 Weight = Annotated[float, Field(ge=0, le=MAX_WEIGHT)]

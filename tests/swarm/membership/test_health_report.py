@@ -19,9 +19,9 @@ from shoal.swarm.membership.health_report import (
 from shoal.swarm.membership.overview import overview, totals, totals_said
 from shoal.swarm.training.member import member_fields
 from shoal.swarm.wire.envelope import FAILURES
-from shoal.swarm.wire.messages import MemberEnd
+from shoal.swarm.wire.messages import Member, MemberEnd
 from shoal.swarm.wire.record import Exchanges, Faults, LinkUse, NodeRecord, Progress, Rollouts
-from tests.support.records import member_of
+from tests.support.records import GROUPS, member_of
 
 NOW = 1e9
 IDS = {name: Identity.ephemeral().peer_id for name in ("anna", "bert", "carl", "dora", "emil")}
@@ -388,3 +388,15 @@ def test_status_shows_which_groups_were_of_no_use():
     shown = table({**found, **view})
     assert "unused groups" in shown
     assert "30 %, most no_spread" in shown
+
+
+def test_every_group_that_a_member_states_is_shown():
+    """Mutant: a group of the record is in `Member`, and not in the overview."""
+    peer = Identity.ephemeral().peer_id
+    manifest = Manifest(name="m", created=0.0, creator=peer, task="text", model="0" * 64)
+    (row,) = overview("a" * 52, manifest, {peer: member_of(peer)}, 0.0)["members"]
+    stated = {
+        name for name, group in GROUPS.items() if set(Member.model_fields) & set(group.model_fields)
+    }
+    # Only of a member that shares rollouts.
+    assert stated - {"rollouts"} <= set(row)
