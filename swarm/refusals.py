@@ -32,6 +32,7 @@ WORDS = {
     "spent": "with a used-up invitation",
     "stale": "out of date",
     "stranger": "of peers that are no members",
+    "time": "beyond the processor time for strangers",
     "truncated": "cut off",
     "uninvited": "without an invitation",
     "version": "of another version of the protocol",

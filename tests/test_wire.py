@@ -31,6 +31,7 @@ from shoal.swarm.membership.peer_exchange import SHUFFLES_OF_ALL as SHUFFLES
 from shoal.swarm.membership.peer_exchange import SHUFFLES_OF_EACH as SHUFFLES_EACH
 from shoal.swarm.membership.peer_views import ACTIVE_PEERS, MAX_OF_SOURCE, PASSIVE_PEERS
 from shoal.swarm.membership.trie import CAP
+from shoal.swarm.p2p.processor_time import MEMBERS, STRANGERS
 from shoal.swarm.p2p.punch import PUNCH_PROTOCOL
 from shoal.swarm.p2p.rate_limit import RateLimit
 from shoal.swarm.p2p.reachability import DIAL_PROTOCOL, LOWEST_PORT
@@ -139,11 +140,11 @@ def test_bounds_of_streams_and_calls_are_those_of_the_code():
     page, rates = (DOCS / "security.md").read_text(encoding="utf-8"), Rates()
     assert f"| {MAX_HANDLERS} at a time (and {MAX_HANDLERS} first ones" in page
     assert f", {MAX_HANDLERS_PER_PEER} of one peer, {MAX_STRANGERS} of non-members; " in page
-    assert (
-        f"; {rates.streams:,} a minute of one peer, {rates.streams_of_range:,} of one address range"
-        in page
-    )
+    assert f"; {rates.streams:,} a minute of one peer. " in page
     assert f"| {rates.calls:,} a minute and {rates.call_bytes >> 20} MiB of one peer |" in page
+    for limits, who in ((STRANGERS, "no member"), (MEMBERS, "a member")):
+        said = f"{limits.of_peer_s:g} s a minute of one peer that is {who}"
+        assert f"{said}, {limits.of_range_s:g} s of all such " in page
 
 
 def test_bounds_in_the_text_are_those_of_the_code():

@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -18,6 +18,7 @@ from shoal.swarm.p2p.addresses import by_peer
 from shoal.swarm.p2p.daemon import DAEMON_GONE, Daemon, DaemonError
 from shoal.swarm.p2p.daemon_process import Relay
 from shoal.swarm.p2p.peerstore import Peerstore
+from shoal.swarm.p2p.resource_manager import ResourceManager
 from shoal.swarm.p2p.seed_request import addresses_of, ask_seed
 from shoal.swarm.p2p.stream import Stream
 from shoal.swarm.pacing.meter import TrafficMeter
@@ -83,7 +84,7 @@ class Supervisor(Protocol):
 class Bootstrapper:
     """Find the members of the swarm.
 
-    ``known`` keeps their addresses; ``calls``: why a peer's call to the DHT node is refused.
+    ``known`` keeps their addresses; ``resource_manager`` judges calls to the DHT node.
     """
 
     def __init__(
@@ -92,7 +93,7 @@ class Bootstrapper:
         peer_id: str,
         options: HostOptions,
         known: Peerstore,
-        calls: Callable[[str, int], str],
+        resource_manager: ResourceManager,
     ) -> None:
         self.bootstrap = tuple(options.bootstrap)
         self.seeds: dict[str, tuple[str, ...]] = {}
@@ -108,7 +109,7 @@ class Bootstrapper:
         self._peer_id = peer_id
         self._options = options
         self._known = known
-        self._calls = calls
+        self._resource_manager = resource_manager
         # Bootstrap peers of which it is known whether they are bootstrap nodes.
         self._classified: set[str] = set()
         # Connected peer -> the look at which its addresses were looked up last.
@@ -189,7 +190,11 @@ class Bootstrapper:
         from shoal.swarm.p2p.hivemind_adapter import join_dht
 
         return members, await join_dht(
-            daemon, members, self._options.validator, self._options.light, self._calls
+            daemon,
+            members,
+            self._options.validator,
+            self._options.light,
+            self._resource_manager,
         )
 
     async def _ask_seeds(self, daemon: Daemon, swarm: str, reached: Sequence[str]) -> list[str]:

@@ -22,6 +22,7 @@ from shoal.swarm.p2p.dial_backoff import DialBackoff
 from shoal.swarm.p2p.listening import as_before, check_free, fixed_ports
 from shoal.swarm.p2p.peerstore import Peerstore
 from shoal.swarm.p2p.relay_slots import RelaySlots, launch_relay
+from shoal.swarm.p2p.resource_manager import ResourceManager
 
 if TYPE_CHECKING:
     from hivemind.dht.node import DHTNode
@@ -44,7 +45,7 @@ class DaemonSupervisor:
         identity: Identity,
         options: HostOptions,
         known: Peerstore,
-        calls: Callable[[str, int], str],
+        resource_manager: ResourceManager,
     ) -> None:
         self.daemon: Daemon | None = None
         self.dht: DHTNode | None = None
@@ -54,7 +55,7 @@ class DaemonSupervisor:
         self.known = known
         self.backoff = DialBackoff(options.bootstrap)
         self.known.met = self.backoff.met
-        self.bootstrapper = Bootstrapper(self, identity.peer_id, options, known, calls)
+        self.bootstrapper = Bootstrapper(self, identity.peer_id, options, known, resource_manager)
         self._identity = identity
         self._options = options
         self._listen = tuple(options.listen)

@@ -18,6 +18,7 @@ from typing import Any
 
 from shoal.swarm.p2p import daemon
 from shoal.swarm.p2p.daemon_process import parts_of_hivemind
+from shoal.swarm.p2p.resource_manager import ResourceManager
 
 with parts_of_hivemind():
     from hivemind.dht.node import DHTNode
@@ -81,10 +82,10 @@ class _Calls(P2P):  # type: ignore[misc]
     open.
     """
 
-    def __init__(self, peer_id: str, refuses: Callable[[str, int], str]) -> None:
+    def __init__(self, peer_id: str, resource_manager: ResourceManager) -> None:
         super().__init__()
         self.peer_id = PeerID.from_base58(peer_id)
-        self.refuses = refuses
+        self.resource_manager = resource_manager
         self._owner = os.getpid()
         self._daemon_listen_maddr = self._client_listen_maddr = None
 
@@ -116,9 +117,10 @@ class _Calls(P2P):  # type: ignore[misc]
         """Add a refusal to hivemind's: its DHT node registers its calls by this."""
 
         async def guarded(request: Any, context: Any) -> Any:
-            if reason := self.refuses(context.remote_id.to_base58(), request.ByteSize()):
+            peer = context.remote_id.to_base58()
+            if reason := self.resource_manager.calls(peer, request.ByteSize()):
                 raise P2PDaemonError(f"refused: {reason}")
-            return await handler(request, context)
+            return await self.resource_manager.answer_call(peer, handler(request, context))
 
         await super()._add_protobuf_unary_handler(
             handle_name, guarded, input_protobuf_type, balanced=balanced
@@ -154,17 +156,16 @@ async def join_dht(
     peers: Sequence[str],
     validator: Any,
     light: bool,
-    refuses: Callable[[str, int], str],
+    resource_manager: ResourceManager,
 ) -> SwarmNode:
     """Start a DHT node on a daemon and let it meet ``peers`` (ids of connected peers).
 
     Takes some seconds if none answers.
 
-    `count_peers` tells whether any of them takes part in the DHT. ``refuses`` returns why a peer's
-    call is refused, of so many bytes; nothing if it is answered. Raises one of
-    `daemon.DAEMON_GONE`.
+    `count_peers` tells whether any of them takes part in the DHT. ``resource_manager``
+    judges the calls of others. Raises one of `daemon.DAEMON_GONE`.
     """
-    calls = _Calls(at.peer_id, refuses)
+    calls = _Calls(at.peer_id, resource_manager)
     at.at_end.append(calls._terminate)
     with _as_daemon_errors():
         await calls.open(str(at.control), str(at.inbound))

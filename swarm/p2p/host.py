@@ -75,6 +75,7 @@ PING_PROTOCOL = "/ipfs/ping/1.0.0"
 ECHO_S = 3.0  # to open a stream of it
 SERVE_S = 30.0  # for the daemon to take a protocol
 DHT_S = 10.0  # for one store or get
+HANG_UP_S = 5.0  # for the daemon to end the connections to a peer
 
 
 class Host:
@@ -101,8 +102,10 @@ class Host:
         NetworkError to prevent it.
         """
         self.met: Mapping[str, str] = supervisor.backoff.met
+        resource_manager.met = self.met
         self.puncher = Puncher(supervisor, peer_id, resource_manager, self.traffic)
         self._supervisor = supervisor
+        self._hung_up: set[str] = set()  # peers whose connections are being ended
         self._lock = contextlib.ExitStack()
         self._owner = os.getpid()
         self._closed = False
@@ -156,7 +159,7 @@ class Host:
             listen, announce, bootstrap, validator, light, relay, swarm, must_join
         )
         supervisor = DaemonSupervisor(
-            identity, options, Peerstore(identity.peer_id, known, swarm), resource_manager.calls
+            identity, options, Peerstore(identity.peer_id, known, swarm), resource_manager
         )
         host = cls(
             identity.peer_id,
@@ -521,9 +524,11 @@ class Host:
         if reason:
             log.debug("refused a stream %s of peer %s: %s", protocol, short(peer), reason)
             stream.abort()
+            if reason == "time" and not self.resource_manager.known(peer):
+                await self._hang_up(stream.daemon_id)
             return
         try:
-            await handler(stream)
+            await self.resource_manager.answer(stream, protocol, handler(stream))
             await stream.more(LINGER_S)
         except ShoalError as error:
             log.debug("%s with peer %s ended: %s", protocol, short(peer), error)
@@ -536,6 +541,18 @@ class Host:
         finally:
             stream.close()
             self.resource_manager.release(stream, protocol, stream.sent)
+
+    async def _hang_up(self, peer_id: str) -> None:
+        """End the connections to a peer: to refuse a stream costs half as much as to answer it."""
+        if peer_id in self._hung_up:
+            return
+        self._hung_up.add(peer_id)
+        try:
+            await asyncio.wait_for(self._supervisor.running().disconnect(peer_id), HANG_UP_S)
+        except (TimeoutError, NetworkError, *DAEMON_GONE) as error:
+            log.debug("the connections of peer %s were not ended: %r", short(peer_id), error)
+        finally:
+            self._hung_up.discard(peer_id)
 
     async def _end(self, timeout: float) -> None:
         await asyncio.gather(self.puncher.end(), self._supervisor.end(timeout * 0.6))

@@ -6,7 +6,9 @@ A refused stream is ended before anything of it is read, and counted under its r
     uninvited    the swarm is by invitation only, and the peer has shown none
     crowded      too many streams are being served: of all peers, of this one, or of strangers
                  (`shoal.swarm.p2p.stream_places`)
-    rate         the peer, or all of its address range together, opened too many in a minute
+    rate         the peer opened too many in a minute
+    time         the processor time that answering the peer, or all of its address range together,
+                 may take in a minute is used up (`shoal.swarm.p2p.processor_time`)
     spent        the bytes that this protocol serves to one peer in an hour are used up
     punch        a request for a direct connection past a relay that may not be fulfilled
                  (`shoal.swarm.p2p.punch`)
@@ -17,10 +19,11 @@ the number of connections.
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from shoal.swarm.access.policy import AccessPolicy
 from shoal.swarm.p2p.addresses import range_of
@@ -30,8 +33,14 @@ if TYPE_CHECKING:
     from shoal.swarm.p2p.stream import Stream
 
 from shoal.swarm.p2p.counters import Counters
+from shoal.swarm.p2p.processor_time import STRANGERS, ProcessorTime
 from shoal.swarm.p2p.rate_limit import HOUR_S, RateLimit, TokenBuckets
 from shoal.swarm.p2p.stream_places import StreamPlaces
+from shoal.swarm.repeats import Repeats
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 ADMISSION_PROTOCOL = "/shoal/admission/1"
 FREE = frozenset(
@@ -60,17 +69,18 @@ MAX_FIRST = 256
 MAX_STRANGERS = (
     64  # of those, streams of peers that are no members, so that they cannot keep the members out
 )
-REASONS = ("denied", "uninvited", "crowded", "rate", "spent", "punch")
+SAID_AGAIN_S = 600.0
+"""After which the log says again that an address range has no time left."""
+REASONS = ("denied", "uninvited", "crowded", "rate", "time", "spent", "punch")
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Limits in a minute, in one burst or not: streams that one peer may open, and all peers of its
-    address range together; calls to the DHT node that one peer may make, and the bytes in them.
+    """Limits in a minute, in one burst or not: streams that one peer may open; calls to the DHT
+    node that it may make, and the bytes in them.
     """
 
     streams: int = 6000
-    streams_of_range: int = 60_000
     calls: int = 6000
     call_bytes: int = 64 << 20
 
@@ -81,7 +91,8 @@ class ResourceManager:
     On the host's loop.
 
     ``access_policy`` is replaced once the swarm's manifest is known. ``known``: returns whether a
-    peer is a member; ``partner``: whether this node has exchanged with it.
+    peer is a member; ``partner``: whether this node has exchanged with it; ``met``: where peers
+    were met.
     """
 
     def __init__(
@@ -93,15 +104,17 @@ class ResourceManager:
         self.access_policy = access_policy or AccessPolicy()
         self.known: Callable[[str], bool] = lambda peer: True
         self.partner: Callable[[str], bool] = lambda peer: False
+        self.met: Mapping[str, str] = {}
+        self.processor_time = ProcessorTime(clock)
         self._counters = Counters()
         rates = rates or Rates()
         self._clock = clock
         self._streams = TokenBuckets(RateLimit(messages=rates.streams, senders=4096), clock)
-        self._ranges = TokenBuckets(RateLimit(messages=rates.streams_of_range, senders=4096), clock)
         self._calls = TokenBuckets(
             RateLimit(messages=rates.calls, nbytes=rates.call_bytes, senders=4096), clock
         )
         self._hourly: dict[str, TokenBuckets] = {}
+        self._said = Repeats(clock)
         self._places = StreamPlaces(MAX_HANDLERS, self._end)
         # The same of peers that were no members when they came.
         self._strangers = StreamPlaces(MAX_STRANGERS, self._end)
@@ -123,6 +136,18 @@ class ResourceManager:
         """
         stream.partner = self.partner(stream.peer_id)
         return self._counted(self._refusal(stream, protocol) or self._placed(stream))
+
+    async def answer(self, stream: Stream, protocol: str, work: Awaitable[T]) -> T:
+        """Return what ``work`` returns, which answers a stream, and charge the peer for its time;
+        a protocol that is metered by bytes costs none.
+        """
+        if protocol in self._hourly:
+            return await work
+        return await self._charged(work, stream.peer_id, stream.origin)
+
+    async def answer_call(self, peer: str, work: Awaitable[T]) -> T:
+        """The same of a call to the DHT node."""
+        return await self._charged(work, peer, self.met.get(peer, ""))
 
     def renew(self, stream: Stream, protocol: str) -> bool:
         """Return whether a further request on a stream that is served may be answered: it counts as
@@ -151,13 +176,13 @@ class ResourceManager:
         DHT records need no invitation: each is signed, and `shoal.swarm.membership.directory`
         applies the access policy to it.
         """
-        return self._counted(
-            "denied"
-            if self.access_policy.denies(peer)
-            else ""
-            if self._calls.take(peer, 1, nbytes)
-            else "rate"
-        )
+        if self.access_policy.denies(peer):
+            return self._counted("denied")
+        if not self._calls.take(peer, 1, nbytes):
+            return self._counted("rate")
+        if self._has_no_time(peer, self.met.get(peer, "")):
+            return self._counted("time")
+        return ""
 
     def _counted(self, reason: str) -> str:
         if reason:
@@ -174,12 +199,30 @@ class ResourceManager:
             return "uninvited"
         if self._busy[peer] - own >= MAX_HANDLERS_PER_PEER:
             return "crowded"
-        if not self._streams.take(peer, 1, 0) or not self._ranges.take(
-            range_of(stream.origin), 1, 0
-        ):
+        if not self._streams.take(peer, 1, 0):
             return "rate"
+        if protocol not in self._hourly and self._has_no_time(peer, stream.origin):
+            return "time"
         hourly = self._hourly.get(protocol)
         return "spent" if hourly is not None and not hourly.take(peer, 1, 1) else ""
+
+    def _has_no_time(self, peer: str, host: str) -> bool:
+        is_member = self.known(peer)
+        if not self.processor_time.is_spent(peer, host, is_member=is_member):
+            return False
+        place = range_of(host) or "a relay"
+        if not is_member and self._said.due(place, SAID_AGAIN_S):
+            log.warning(
+                "peers from %s that are no members have used up the processor time that answering "
+                "them may take (%g s a minute): more of their streams are refused for now",
+                place,
+                STRANGERS.of_range_s,
+            )
+        return True
+
+    async def _charged(self, work: Awaitable[T], peer: str, host: str) -> T:
+        is_member = self.known(peer)
+        return await self.processor_time.charged(work, peer, host, is_member=is_member)
 
     def _placed(self, stream: Stream) -> str:
         """Give the stream a place, and return why not.

@@ -31,6 +31,7 @@ from shoal.swarm.p2p.dial_backoff import (
 )
 from shoal.swarm.p2p.host import Host
 from shoal.swarm.p2p.multiaddr import peer_bytes
+from shoal.swarm.p2p.resource_manager import ResourceManager
 from tests.support.clock import Clock
 
 HOUR = 3600
@@ -248,7 +249,7 @@ async def test_a_node_id_that_is_none_counts_as_no_answer():
         def close(self):
             pass
 
-    calls = adapter._Calls(OWN, lambda peer, nbytes: "")
+    calls = adapter._Calls(OWN, ResourceManager())
     calls._client = Client()
     protocol, noted = object.__new__(DHTProtocol), []
 

@@ -23,7 +23,7 @@ from shoal.swarm.p2p.daemon import DaemonError
 from shoal.swarm.p2p.daemon_supervisor import DaemonSupervisor
 from shoal.swarm.p2p.host import Host
 from shoal.swarm.p2p.peerstore import Peerstore
-from shoal.swarm.p2p.resource_manager import MAX_HANDLERS_PER_PEER
+from shoal.swarm.p2p.resource_manager import MAX_HANDLERS_PER_PEER, ResourceManager
 from shoal.swarm.seed.bootstrap_node import Seed
 from tests.support.echo_host import ECHO, ask, start
 from tests.support.waiting import until
@@ -554,7 +554,7 @@ def test_overdue_dials_fail_nothing():
             (), (), (f"/ip4/192.0.2.1/tcp/1/p2p/{peer}",), None, False, "off", "a swarm", True
         )
         supervisor = DaemonSupervisor(
-            me, options, Peerstore(me.peer_id, None, "a swarm"), lambda peer, size: ""
+            me, options, Peerstore(me.peer_id, None, "a swarm"), ResourceManager()
         )
         supervisor.daemon, supervisor.dht, supervisor._down = (
             SimpleNamespace(connect=connect),
