@@ -5,16 +5,14 @@ A refused stream is ended before anything of it is read, and counted under its r
     denied       the node's user does not want to meet the peer
     uninvited    the swarm is by invitation only, and the peer has shown none
     crowded      too many streams are being served: of all peers, of this one, or of strangers
-                 (`shoal.swarm.p2p.stream_places`)
     rate         the peer opened too many in a minute
-    time         the processor time that answering the peer, or all of its address range together,
-                 may take in a minute is used up (`shoal.swarm.p2p.processor_time`)
+    time         what answering the peer or its address range may take of the processor is used up
+                 (`shoal.swarm.p2p.processor_time`)
     spent        the bytes that this protocol serves to one peer in an hour are used up
     punch        a request for a direct connection past a relay that may not be fulfilled
                  (`shoal.swarm.p2p.punch`)
 
-The daemon has accepted the connection by then, for it knows no lists; its connection manager bounds
-the number of connections.
+The daemon has accepted the connection by then; its connection manager bounds their number.
 """
 
 from __future__ import annotations

@@ -3,10 +3,9 @@
 Nothing depends on it.
 
 Training only notes numbers here; building, signing and sending a status is done on the network's
-thread, after a round, and regularly while one lasts. Nodes do not read each other's statuses. They
-take part in the topic only so that their daemons forward others' messages; received ones are
-dropped unopened, so their cost does not depend on their content. All nodes together send at most
-some `PER_SECOND` statuses a second however many they are, which bounds what each has to forward.
+thread, after a round, and regularly while one lasts. Nodes do not use each other's statuses: they
+take part in the topic to check them and pass them on. All nodes together send at most some
+`PER_SECOND` statuses a second however many they are, which bounds what each has to check.
 """
 
 from __future__ import annotations

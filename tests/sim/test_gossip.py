@@ -90,6 +90,7 @@ def test_every_honest_record_reaches_every_honest_member():
     assert failures([1, 20]) == {}
 
 
+@pytest.mark.timeout(3600)
 @pytest.mark.slow(reason="500 swarms of ten members for a minute each")
 def test_every_honest_record_reaches_every_honest_member_500_times():
     assert failures(range(500)) == {}
