@@ -65,7 +65,7 @@ from shoal.swarm.p2p.seed_request import ask_seed
 from shoal.swarm.p2p.stream import Stream
 from shoal.swarm.pacing.meter import TrafficMeter
 from shoal.swarm.topics.receipts import Receipts
-from shoal.swarm.topics.status import Status
+from shoal.swarm.topics.status import Status, check_date
 from shoal.swarm.wire.messages import (
     GOSSIP_PROTOCOL,
     SEED_PROTOCOL,
@@ -122,10 +122,6 @@ QUOTA = RateLimit(
 OF_NODE = RateLimit(messages=6000, nbytes=64 << 20)  # a minute for each node that is listened to
 REPEATED = 8192  # messages that are recognised when another node sends them too
 MAX_PEERS = 4096  # peers whose last status is known
-# most seconds between a status and our clock: clocks differ, but last week's swarm must not be
-# shown
-OLD_S = 600.0
-
 
 R = TypeVar("R", Status, Receipts)
 
@@ -149,10 +145,7 @@ class RecordFilter(Generic[R]):
         what = record.KIND
         if record.swarm != self._swarm:
             raise MessageError(f"A {what} of another swarm was refused.", "foreign-swarm")
-        if abs(record.issued - self._clock()) > OLD_S:
-            raise MessageError(
-                f"A {what} was refused: it is ten minutes old, or a clock is wrong.", "old"
-            )
+        check_date(record.issued, what, self._clock())
         if record.issued <= self._issued.get(record.peer, 0.0):
             raise MessageError(f"A {what} was refused: a newer one was there before.", "replayed")
         if not self._quotas.take(record.peer, 1, len(data)):

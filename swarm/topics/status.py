@@ -106,6 +106,19 @@ class Status(Message, NodeRecord):
     projection: Projection | None = None
 
 
+OLD_S = 600.0
+"""By which a record may be off the clock of a watcher, or of a node that passes it on: clocks
+differ, but last week's swarm must not be shown."""
+
+
+def check_date(issued: float, what: str, now: float) -> None:
+    """Raise MessageError if a record of the kind ``what`` is of another time."""
+    if abs(issued - now) > OLD_S:
+        raise MessageError(
+            f"A {what} was refused: it is ten minutes old, or a clock is wrong.", "old"
+        )
+
+
 GAP_S = 0.5  # seconds between two statuses of a node, at least
 BEAT_S = 1.0  # seconds after which a node sends its status again, though no round has ended
 RECEIPTS_S = 5.0  # seconds between two records of receipts of a node
@@ -205,11 +218,17 @@ class StatusReporter:
         self._rounds: deque[Round] = deque(maxlen=ROUNDS)
         self._projection: Projection | None = None
         directory = membership.directory
-        self._publisher = RecordPublisher(membership.gossip, Status, self.status, directory.size)
+        self._publisher = RecordPublisher(
+            membership.gossip, Status, self.status, directory.size, self._check
+        )
         receipts = self.tally.receipts
         self._receipts = RecordPublisher(
             membership.gossip, Receipts, receipts, directory.size, self._confirmed, RECEIPTS_S
         )
+
+    def _check(self, author: str, status: Status) -> None:
+        """Refuse a status that no watcher would take, so that it is not passed on."""
+        check_date(status.issued, Status.KIND, time.time())
 
     def _confirmed(self, author: str, receipts: Receipts) -> None:
         directory = self._membership.directory

@@ -134,6 +134,8 @@ class GossipSwarm:
         self.members: set[str] = set()
         self.hidden: dict[str, set[str]] = {}
         """Peer -> the members that it sees no record of."""
+        self.relayed: set[str] = set()
+        """Members that are reached by a relay only."""
         self.all = [GossipPeer(self, f"peer {number}") for number in range(count)]
         for number, seen in (views or {}).items():
             peers = {self.all[other].peer for other in range(count) if other not in seen}
@@ -144,7 +146,10 @@ class GossipSwarm:
         found = {}
         for number, other in enumerate(sorted(self.members)):
             if other != peer and other not in self.hidden.get(peer, ()):
-                found[other] = (f"/ip4/10.{number}.0.1/tcp/1/p2p/{other}",)
+                at = f"/ip4/10.{number}.0.1/tcp/1"
+                if other in self.relayed:
+                    at += "/p2p/relay/p2p-circuit"
+                found[other] = (f"{at}/p2p/{other}",)
         return found
 
     def run(self, seconds: float) -> None:

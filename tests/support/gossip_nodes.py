@@ -66,10 +66,10 @@ async def send_frames(gossip, topic, *envelopes):
 
 
 class Node:
-    def __init__(self, bootstrap=()):
+    def __init__(self, bootstrap=(), **options):
         self.identity = Identity.ephemeral()
         peer = self.identity.peer_id
-        self.host = Host.start(self.identity, bootstrap=bootstrap, timeout=60)
+        self.host = Host.start(self.identity, bootstrap=bootstrap, timeout=60, **options)
         self.gossip = Gossip(
             self.host,
             self.identity,

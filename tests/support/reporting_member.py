@@ -31,7 +31,8 @@ def membership(method="noloco", bucket=0, seen=25, sent=100, received=50):
         submit=lambda coroutine: (coroutine.close(), SimpleNamespace(cancel=lambda: None))[1],
     )
     gossip = SimpleNamespace(
-        host=host, join=lambda kind, handler: SimpleNamespace(close=lambda: None)
+        host=host,
+        join=lambda kind, handler: SimpleNamespace(handler=handler, close=lambda: None),
     )
     return SimpleNamespace(
         host=host,

@@ -22,7 +22,7 @@ from shoal.node.watch.events import (
     Unreachable,
     Watching,
 )
-from shoal.node.watch.source import AGAIN_MAX_S, AGAIN_S, OLD_S, QUOTA, PeerAddresses, RecordFilter
+from shoal.node.watch.source import AGAIN_MAX_S, AGAIN_S, QUOTA, PeerAddresses, RecordFilter
 from shoal.node.watch.swarm_view import SILENT_S, SwarmView
 from shoal.node.watch.tui import COLUMNS, headline, peer_rows
 from shoal.node.watch.web import page_data
@@ -31,7 +31,7 @@ from shoal.swarm.errors import MessageError
 from shoal.swarm.gossip.envelope import Body, make_body, make_envelope
 from shoal.swarm.manifest import swarm_id
 from shoal.swarm.topics.receipts import Receipts, Work
-from shoal.swarm.topics.status import PROJECTED, Status
+from shoal.swarm.topics.status import OLD_S, PROJECTED, Status
 from shoal.swarm.wire.envelope import MAX_MESSAGE, pack, seal
 from tests.support.watched_peers import NOW, SWARM, Author
 

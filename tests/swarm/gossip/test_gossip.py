@@ -2,6 +2,7 @@
 daemon was killed.
 """
 
+import functools
 import hashlib
 import os
 import signal
@@ -23,8 +24,8 @@ from tests.support.waiting import until
 class Node(nodes.Node):
     """A host that takes part in the topic of rollouts and keeps what it gets."""
 
-    def __init__(self, bootstrap=(), quota=None, handler=None):
-        super().__init__(bootstrap)
+    def __init__(self, bootstrap=(), quota=None, handler=None, **options):
+        super().__init__(bootstrap, **options)
         self.got = []
         self.topic = self.gossip.join(
             Rollout, handler or (lambda author, record: self.got.append((author, record))), quota
@@ -307,3 +308,15 @@ def test_a_closed_topic_is_silent(two):
     second.host.close()
     with pytest.raises(NetworkError):
         second.topic.listeners()
+
+
+def test_nodes_that_use_no_relay_hear_each_other():
+    make = functools.partial(Node, relay="off")
+    with nodes.two(make) as both:
+        meet(both)
+        for node, other in (both, both[::-1]):
+            published = [node.record(), node.large()]
+            for record in published:
+                node.topic.publish(record)
+            expected = [(node.identity.peer_id, record) for record in published]
+            until(lambda other=other, expected=expected: in_order(other.got) == in_order(expected))

@@ -240,3 +240,27 @@ def test_one_peer_has_one_place_however_often_it_calls(start):
     assert middle.gossip.neighbours.counters.rejected() == {}
     assert middle.gossip.neighbours._accepted.peers[caller.peer] == 1
     assert {each.peer for each in others} < set(middle.linked)
+
+
+def test_members_behind_relays_are_drawn_last(start):
+    swarm = start(12)
+    direct, relayed = swarm.all[:7], swarm.all[7:]
+    swarm.relayed = {each.peer for each in relayed}
+    swarm.run(20.0)
+    for each in swarm.all:
+        drawn = {peer for peer, one in each.linked.items() if one.is_drawn}
+        assert not drawn & swarm.relayed
+        assert len(drawn) <= module.DRAWN
+    said = [relayed[0].publish(), direct[0].publish()]
+    swarm.run(2.0)
+    for each in swarm.all:
+        assert all(each.got[one] == (each.peer != one[0]) for one in said)
+
+
+def test_members_that_all_have_relays_are_one_graph(start):
+    swarm = start(8)
+    swarm.relayed = {each.peer for each in swarm.all}
+    swarm.run(20.0)
+    said = swarm.all[0].publish()
+    swarm.run(2.0)
+    assert [each.got[said] for each in swarm.all] == [0] + [1] * 7

@@ -6,8 +6,10 @@ import threading
 
 import pytest
 
+from shoal.swarm.errors import MessageError
 from shoal.swarm.topics.status import (
     HELD_S,
+    OLD_S,
     PER_SECOND,
     PROJECTED,
     ROUNDS,
@@ -17,6 +19,7 @@ from shoal.swarm.topics.status import (
 )
 from shoal.swarm.wire.envelope import pack, unpack
 from shoal.swarm.wire.record import MAX_PARTNERS, TAIL, Faults, NodeRecord, Round
+from tests.support.reasons import raises_for
 from tests.support.records import in_groups
 from tests.support.reporting_member import LINK, ME, PEERS, membership
 
@@ -59,6 +62,15 @@ def test_bucket_view_estimates_the_swarm(bucket, seen, said):
     """Where it sees one bucket it says how many peers there are about."""
     status = StatusReporter(membership(bucket=bucket, seen=seen), "anna").status()
     assert status.progress.swarm_size == said
+
+
+@pytest.mark.parametrize("off", [-OLD_S - 1, OLD_S + 1], ids=["old", "future"])
+def test_a_status_of_another_time_is_not_passed_on(status_reporter, off):
+    status = status_reporter.status()
+    check = status_reporter._publisher.topic.handler
+    check(status.peer, status)
+    with raises_for("old", MessageError):
+        check(status.peer, status.model_copy(update={"issued": status.issued + off}))
 
 
 def test_before_anything_happened_it_waits(status_reporter):
