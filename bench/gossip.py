@@ -18,19 +18,19 @@ The file also runs on the commit before gossip had streams of its own; ``gossip`
 it found. Copy it there:
 
     git worktree add ../before 61e9d48c~1 && cp bench/gossip.py ../before/bench/
+    cp tests/security/gossip_attack.py ../before/tests/security/
     cd ../before && PYTHONPATH=$PWD python bench/gossip.py --json
 
 With --attack each node trains a small model, one step after another, and a stranger attacks the
-first: with 588 messages of 60 kB of noise on streams of gossip ("noise"), or with requests on new
-streams as fast as it can ("streams"). Reported are processor seconds of a step, process and daemon
-together, as a multiple of those without the attack, at the one node that it is aimed at and at the
-others (the worst), and by how many MB their memory grew.
+first: with 588 messages of 60 kB of noise on streams of gossip ("noise", not for the commit
+before), or with requests on new streams as fast as it can ("streams"). Reported are processor
+seconds of a step, process and daemon together, as a multiple of those without the attack, at the
+one node that it is aimed at and at the others (the worst), and by how many MB their memory grew.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import base64
 import contextlib
 import inspect
@@ -39,7 +39,6 @@ import json
 import multiprocessing
 import os
 import statistics
-import struct
 import subprocess
 import sys
 import threading
@@ -53,7 +52,8 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
 
 INSIDE = "SHOAL_GOSSIP_INSIDE"
 SWARM = "a" * 52
@@ -65,15 +65,9 @@ TEXT_BYTES = 24_000  # of one completion at most; base64 of 18 kB
 KINDS = {"status": 0, "rollout 4 kB": 4_000, "rollout 1 MB": 1_000_000}
 """What is published -> its random bytes."""
 LARGE_ONE_IN = 5  # as many of the largest as of the others
-MESSAGES = 588
-NOISE_BYTES = 60_000
 ATTACK_S = 10.0
-ATTACKERS = 8
+START_S = 120.0  # for the attacker to begin, on a busy machine
 WIDTH, BATCH = 256, 64  # of the model of --attack
-
-
-class BenchError(Exception):
-    """One sentence for the user."""
 
 
 class Node:
@@ -146,8 +140,9 @@ class Node:
         )
 
     def _rollout(self, name: float, nbytes: int) -> Any:
-        from shoal.swarm.topics.rollout import Rollout
+        from shoal.swarm.topics.rollout import Finish, Rollout
 
+        finish: Finish = "stop"
         text = base64.b64encode(os.urandom(nbytes)).decode()
         texts = [text[at : at + TEXT_BYTES] for at in range(0, len(text), TEXT_BYTES)]
         texts = texts if len(texts) > 1 else [text[: len(text) // 2], text[len(text) // 2 :]]
@@ -160,7 +155,7 @@ class Node:
             seed=1,
             index=2,
             completions=tuple(texts),
-            finish=("stop",) * len(texts),
+            finish=(finish,) * len(texts),
             policy_version=3,
             temperature=1.0,
             round=10,
@@ -339,13 +334,12 @@ def attacked(count: int, options: argparse.Namespace) -> Iterator[dict[str, Any]
         time.sleep(SETTLE_S)
         quiet, _ = _window(nodes, lambda: time.sleep(options.seconds))
         target = next(iter(nodes.addresses.values()))[0]
-        attack = multiprocessing.get_context("spawn").Process(
-            target=run_attack, args=(options.attack, target, options.seconds)
-        )
+        attack = [sys.executable, "-m", "tests.security.gossip_attack", options.attack, target]
 
         def wait() -> None:
-            attack.start()
-            attack.join(3 * options.seconds + WITHIN_S)
+            command = [*attack, SWARM, str(options.seconds)]
+            limit_s = 10 * options.seconds + START_S
+            subprocess.run(command, cwd=ROOT, check=True, timeout=limit_s)
 
         loud, grown = _window(nodes, wait)
         ratios = [after / before for before, after in zip(quiet, loud, strict=True)]
@@ -371,66 +365,6 @@ def _window(nodes: Nodes, wait: Callable[[], None]) -> tuple[list[float], list[i
     pairs = list(zip(before, after, strict=True))
     steps = [(b[0] - a[0]) / max(b[1] - a[1], 1) for a, b in pairs]
     return steps, [b[2] - a[2] for a, b in pairs]
-
-
-def run_attack(kind: str, address: str, seconds: float) -> None:
-    """Attack the node at ``address``, as a process of its own."""
-    work = noise(address, seconds) if kind == "noise" else streams(address, seconds)
-    asyncio.run(asyncio.wait_for(work, 2 * seconds + WITHIN_S))
-
-
-def _framed(message: bytes) -> bytes:
-    return struct.pack(">I", len(message)) + message
-
-
-async def noise(address: str, seconds: float) -> None:
-    """Send noise on streams of gossip, or in a commit without these publish it by GossipSub."""
-    from shoal.swarm.topics.rollout import Rollout
-    from tests.security.bare_client import DATA, Connection, Key
-
-    _, _, host, _, port, *_ = address.split("/")
-    line = await Connection.to(host, int(port), Key(b"noise"))
-    if way() == "gossipsub":
-        raise BenchError("the stranger of this file does not speak GossipSub.")
-    from shoal.swarm.gossip.frames import GossipTopics, frame_of, topic_of
-    from shoal.swarm.wire.envelope import pack
-    from shoal.swarm.wire.messages import GOSSIP_PROTOCOL
-
-    told = _framed(pack(GossipTopics(swarm=SWARM, topics=(topic_of(Rollout),))))
-    numbers = [line.stream(GOSSIP_PROTOCOL, told)[0] for _ in range(ATTACKERS)]
-    for message in range(MESSAGES):
-        sent = _framed(frame_of(0, os.urandom(NOISE_BYTES)))
-        line._send(DATA, 0, numbers[message % len(numbers)], sent)
-        await asyncio.sleep(seconds / MESSAGES)
-    line.close()
-
-
-async def streams(address: str, seconds: float) -> None:
-    """Ask on new streams without waiting for answers, by several keys, which dial again."""
-    from shoal.swarm.wire.envelope import pack
-    from shoal.swarm.wire.messages import GOSSIP_PROTOCOL, ManifestRequest
-    from tests.security.bare_client import FIN, WINDOW, Connection, Key
-
-    _, _, host, _, port, *_ = address.split("/")
-    asked = _framed(pack(ManifestRequest(swarm=SWARM)))
-    end = time.monotonic() + seconds
-
-    async def attack(number: int) -> None:
-        line = None
-        while time.monotonic() < end:
-            with contextlib.suppress(OSError, EOFError):
-                if line is None or not line.open:
-                    line = await Connection.to(host, int(port), Key(b"%d" % number))
-                for _ in range(ATTACKERS):
-                    stream, _ = line.stream(GOSSIP_PROTOCOL, asked)
-                    line._send(WINDOW, FIN, stream, length=0)
-                    line.streams.pop(stream, None)
-                await line.writer.drain()
-            await asyncio.sleep(0.001)
-        if line is not None:
-            line.close()
-
-    await asyncio.gather(*map(attack, range(ATTACKERS)))
 
 
 def show(rows: list[dict[str, Any]]) -> None:

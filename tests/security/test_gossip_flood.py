@@ -3,23 +3,15 @@ it.
 """
 
 import asyncio
-import os
-import struct
 
 import pytest
 
-from shoal.swarm.gossip.frames import GossipTopics, frame_of, topic_of
 from shoal.swarm.topics.rollout import Rollout
-from shoal.swarm.wire.envelope import pack
-from shoal.swarm.wire.messages import GOSSIP_PROTOCOL
-from tests.security.bare_client import DATA, Connection, Key, _line
+from tests.security.bare_client import Connection, Key, _line
+from tests.security.gossip_attack import NOISE_BYTES, noise
 from tests.support import gossip_nodes as nodes
 from tests.support.gossip_nodes import SWARM
 from tests.support.waiting import until
-
-MESSAGES = 588
-NOISE_BYTES = 60_000
-STREAMS = 12
 
 
 class Node(nodes.Node):
@@ -29,22 +21,11 @@ class Node(nodes.Node):
         self.topic = self.gossip.join(Rollout, lambda author, record: self.got.append(record))
 
 
-def framed(message):
-    return struct.pack(">I", len(message)) + message
-
-
 async def flood(node):
     """Send the noise on streams of gossip, and ask for GossipSub; return its answer to that."""
     _, _, host, _, port, *_ = node.host.addresses()[0].split("/")
-    told = framed(pack(GossipTopics(swarm=SWARM, topics=(topic_of(Rollout),))))
-    line = await Connection.to(host, int(port), Key(b"noise"))
+    line = await noise(host, int(port), SWARM, 0.0)
     try:
-        streams = [line.stream(GOSSIP_PROTOCOL, told) for _ in range(STREAMS)]
-        await streams[0][1].readuntil(_line(GOSSIP_PROTOCOL))
-        for number in range(MESSAGES):
-            noise = framed(frame_of(0, os.urandom(NOISE_BYTES)))
-            line._send(DATA, 0, streams[number % STREAMS][0], noise)
-            await asyncio.sleep(0)
         asked = await Connection.to(host, int(port), Key(b"asks"))
         _, answers = asked.stream("/meshsub/1.1.0")
         await answers.readuntil(_line("/multistream/1.0.0"))
