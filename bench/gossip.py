@@ -67,6 +67,7 @@ KINDS = {"status": 0, "rollout 4 kB": 4_000, "rollout 1 MB": 1_000_000}
 LARGE_ONE_IN = 5  # as many of the largest as of the others
 ATTACK_S = 10.0
 START_S = 120.0  # for the attacker to begin, on a busy machine
+MANIFEST_BYTES = 4000  # what strangers may ask for
 WIDTH, BATCH = 256, 64  # of the model of --attack
 
 
@@ -76,12 +77,14 @@ class Node:
     def __init__(self, bootstrap: tuple[str, ...]) -> None:
         from shoal.swarm.gossip.gossip import Gossip
         from shoal.swarm.identity import Identity
+        from shoal.swarm.membership.manifest_exchange import serve_manifest
         from shoal.swarm.p2p.host import Host
         from shoal.swarm.topics.rollout import Rollout
         from shoal.swarm.topics.status import Status
 
         self.identity = Identity.ephemeral()
         self.host = Host.start(self.identity, bootstrap=bootstrap, relay="off", timeout=120.0)
+        serve_manifest(self.host, SWARM, bytes(MANIFEST_BYTES))
         self.addresses: dict[str, tuple[str, ...]] = {}
         self.arrived: dict[float, float] = {}
         """Moment that names a record -> that of its arrival."""

@@ -143,7 +143,7 @@ def test_bounds_of_streams_and_calls_are_those_of_the_code():
     assert f"; {rates.streams:,} a minute of one peer. " in page
     assert f"| {rates.calls:,} a minute and {rates.call_bytes >> 20} MiB of one peer |" in page
     for limits, who in ((STRANGERS, "no member"), (MEMBERS, "a member")):
-        said = f"{limits.of_peer_s:g} s a minute of one peer that is {who}"
+        said = f"{limits.of_peer_s:g} s in {limits.period_s:g} s of one peer that is {who}"
         assert f"{said}, {limits.of_range_s:g} s of all such " in page
 
 

@@ -1,8 +1,8 @@
 """How much processor time the answers to others may take.
 
     processor_time = ProcessorTime()
-    if processor_time.is_spent(peer, host, is_member=False):
-        ...  # refuse the stream
+    if not processor_time.take_stream(peer, host, is_member=False):
+        ...  # refuse it
     await processor_time.charged(answer(stream), peer, host, is_member=False)
 
 Every step of an answer is measured by the clock of its thread, which stands still while the answer
@@ -27,22 +27,24 @@ MICROSECONDS = 1_000_000
 """In a second: the bucket counts whole ones."""
 MAX_SENDERS = 4096
 STREAM_S = 0.0002
-"""What a stream costs beside its handler: the daemon's message about it, its objects, its end."""
+"""What a stream costs beside its handler, also if it is refused: the daemon's message about it, its
+objects, its end."""
 
 
 @dataclass(frozen=True)
 class TimeLimits:
-    """Seconds of processor time in a minute, in one burst or not: of each peer, and of all of its
-    address range together.
+    """Seconds of processor time in ``period_s`` seconds, in one burst or not: of each peer, and of
+    all of its address range together.
     """
 
     of_peer_s: float
     of_range_s: float
+    period_s: float
 
 
-STRANGERS = TimeLimits(of_peer_s=1.0, of_range_s=3.0)
+STRANGERS = TimeLimits(of_peer_s=0.2, of_range_s=0.5, period_s=10.0)
 """A newcomer's questions take some ms. 5 % of one processor for an address range."""
-MEMBERS = TimeLimits(of_peer_s=30.0, of_range_s=45.0)
+MEMBERS = TimeLimits(of_peer_s=30.0, of_range_s=45.0, period_s=MINUTE_S)
 """Beyond what an exchange of weights takes at the speed of the daemon."""
 
 
@@ -50,21 +52,21 @@ class _Budget:
     """The time of strangers, or that of members."""
 
     def __init__(self, limits: TimeLimits, clock: Callable[[], float]) -> None:
-        self._peers = _buckets(limits.of_peer_s, clock)
-        self._ranges = _buckets(limits.of_range_s, clock)
+        self._peers = _buckets(limits.of_peer_s, limits.period_s, clock)
+        self._ranges = _buckets(limits.of_range_s, limits.period_s, clock)
 
-    def is_spent(self, peer: str, place: str) -> bool:
-        has_time = self._peers.take(peer, 0, 1) and self._ranges.take(place, 0, 1)
-        return not has_time
+    def take_stream(self, peer: str, place: str) -> bool:
+        microseconds = int(STREAM_S * MICROSECONDS)
+        return self._peers.take(peer, 0, microseconds) and self._ranges.take(place, 0, microseconds)
 
     def charge(self, peer: str, place: str, microseconds: int) -> None:
         self._peers.charge(peer, microseconds)
         self._ranges.charge(place, microseconds)
 
 
-def _buckets(seconds: float, clock: Callable[[], float]) -> TokenBuckets:
+def _buckets(seconds: float, period_s: float, clock: Callable[[], float]) -> TokenBuckets:
     nbytes = int(seconds * MICROSECONDS)
-    return TokenBuckets(RateLimit(0, nbytes, senders=MAX_SENDERS, period=MINUTE_S), clock)
+    return TokenBuckets(RateLimit(0, nbytes, senders=MAX_SENDERS, period=period_s), clock)
 
 
 class ProcessorTime:
@@ -85,17 +87,16 @@ class ProcessorTime:
         self._strangers = _Budget(strangers, clock)
         self._members = _Budget(members, clock)
 
-    def is_spent(self, peer: str, host: str, *, is_member: bool) -> bool:
-        """Return whether the time of a peer, or of all in the address range of its ``host``, is
-        used up.
+    def take_stream(self, peer: str, host: str, *, is_member: bool) -> bool:
+        """Charge a peer for a stream; return False, charging nothing, if its time, or that of all
+        in the address range of its ``host``, is used up.
         """
-        return self._budget(is_member).is_spent(peer, range_of(host))
+        return self._budget(is_member).take_stream(peer, range_of(host))
 
     async def charged(self, work: Awaitable[T], peer: str, host: str, *, is_member: bool) -> T:
         """Return what ``work`` returns, and charge the peer for the time that it computes."""
         budget = self._budget(is_member)
         place = range_of(host)
-        budget.charge(peer, place, int(STREAM_S * MICROSECONDS))
 
         def charge(seconds: float) -> None:
             budget.charge(peer, place, round(seconds * MICROSECONDS))

@@ -174,12 +174,12 @@ class ResourceManager:
         DHT records need no invitation: each is signed, and `shoal.swarm.membership.directory`
         applies the access policy to it.
         """
+        if not self._has_time(peer, self.met.get(peer, "")):
+            return self._counted("time")
         if self.access_policy.denies(peer):
             return self._counted("denied")
         if not self._calls.take(peer, 1, nbytes):
             return self._counted("rate")
-        if self._has_no_time(peer, self.met.get(peer, "")):
-            return self._counted("time")
         return ""
 
     def _counted(self, reason: str) -> str:
@@ -189,6 +189,8 @@ class ResourceManager:
 
     def _refusal(self, stream: Stream, protocol: str, own: int = 0) -> str:
         peer = stream.peer_id
+        if protocol not in self._hourly and not self._has_time(peer, stream.origin):
+            return "time"
         if self.access_policy.denies(peer) or (
             protocol not in FREE and self.access_policy.blocks(peer)
         ):
@@ -199,24 +201,23 @@ class ResourceManager:
             return "crowded"
         if not self._streams.take(peer, 1, 0):
             return "rate"
-        if protocol not in self._hourly and self._has_no_time(peer, stream.origin):
-            return "time"
         hourly = self._hourly.get(protocol)
         return "spent" if hourly is not None and not hourly.take(peer, 1, 1) else ""
 
-    def _has_no_time(self, peer: str, host: str) -> bool:
+    def _has_time(self, peer: str, host: str) -> bool:
         is_member = self.known(peer)
-        if not self.processor_time.is_spent(peer, host, is_member=is_member):
-            return False
+        if self.processor_time.take_stream(peer, host, is_member=is_member):
+            return True
         place = range_of(host) or "a relay"
         if not is_member and self._said.due(place, SAID_AGAIN_S):
             log.warning(
                 "peers from %s that are no members have used up the processor time that answering "
-                "them may take (%g s a minute): more of their streams are refused for now",
+                "them may take (%g s in %g s): more of their streams are refused for now",
                 place,
                 STRANGERS.of_range_s,
+                STRANGERS.period_s,
             )
-        return True
+        return False
 
     async def _charged(self, work: Awaitable[T], peer: str, host: str) -> T:
         is_member = self.known(peer)

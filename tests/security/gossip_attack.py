@@ -67,7 +67,7 @@ async def ask_without_end(host, port, swarm, seconds):
         line = None
         while time.monotonic() < end:
             with contextlib.suppress(OSError, EOFError):
-                if line is None or not line.open:
+                if line is None or not line.open or line.writer.transport.is_closing():
                     dialled += 1
                     line = await Connection.to(host, port, Key(b"%d" % number))
                 for _ in range(AT_ONCE):

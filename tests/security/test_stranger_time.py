@@ -15,7 +15,7 @@ from tests.support.clock import Clock
 
 ECHO = "/test/echo/1"
 CROWD, HOME = "127.1.0.1", "127.2.0.1"
-LITTLE = TimeLimits(of_peer_s=0.01, of_range_s=0.015)
+LITTLE = TimeLimits(of_peer_s=0.01, of_range_s=0.015, period_s=60.0)
 MOST_ANSWERS = 200
 """More than fit into that, at `STREAM_S` each."""
 
