@@ -312,7 +312,7 @@ def _about(
         "created": manifest.created,
         "outer": {
             **outer.knobs(),
-            "codec": outer.codec,
+            "codec": outer.codec_name,
             "round": outer.round,
             "robust": outer.robust,
             "finish": outer.finish,

@@ -60,7 +60,7 @@ def swarm(visit: Visit, tell: Tell) -> str:
     manifest = visit.manifest
     named = manifest.outer.resolved()
     about = in_view(visit.members(), visit.directory.size())
-    return f"{manifest.name!r} trains {manifest.task} by {named.method}, {named.codec}{about}"
+    return f"{manifest.name!r} trains {manifest.task} by {named.method}, {named.codec_name}{about}"
 
 
 def in_view(members: Mapping[str, Member], size: int) -> str:

@@ -129,7 +129,7 @@ class Row:
         params = self.tensors.params
         return {
             "method": self.outer.method,
-            "codec": self.outer.codec,
+            "codec": self.outer.codec_name,
             "every": self.work.every,
             "fragments": self.work.fragments,
             "lag": self.work.lag,
@@ -162,10 +162,12 @@ def work_of(outer: OuterSettings, tensors: ModelTensors, *, peers: int, step_s: 
     """
     from shoal.optim import codec_named
     from shoal.optim.codecs.floats import FloatCodec
+    from shoal.optim.codecs.two_way import two_way
 
     outer = outer.resolved()
     method = outer.row
-    codec = codec_named(str(outer.codec))
+    codec = codec_named(outer.codec_name)
+    both_ways = two_way(codec)
     every = outer.every or 1
     sent = tensors.sent(method, weighted=outer.weights != "equal")
     return Work(
@@ -178,6 +180,7 @@ def work_of(outer: OuterSettings, tensors: ModelTensors, *, peers: int, step_s: 
         fragments=min(outer.fragments or 1, every),
         lag=every if method.schedule == "delayed" else outer.lag or 0,
         sums=isinstance(codec, FloatCodec) and outer.robust == "none",
+        back=0 if both_ways is None else both_ways.back.nbytes(sent),
     )
 
 

@@ -199,6 +199,12 @@ def check_back(codec: Codec) -> None:
         )
 
 
+def named_two_way(name: str) -> bool:
+    """Return whether a codec of that ``name`` is one for both ways (``two_way``)."""
+    _, separator, back = name.partition(SEPARATOR)
+    return bool(separator) and "," not in back
+
+
 def two_way(codec: Codec) -> TwoWayCodec | None:
     """Return ``codec`` if averages may be sent back by a codec of their own, else None: with
     averaged buffers behind it whole contributions are gathered.

@@ -130,6 +130,14 @@ class OuterSettings(BaseModel):
         "auto:BITS, each also with +matrices (vectors are sent whole) or +hidden (embeddings and "
         "outputs too), then with +ef or +ef:BETA (error feedback).",
     )
+    codec_back: str | None = Field(
+        default=None,
+        max_length=32,
+        description="Methods over everyone with the codec sign+ef, e3m0+ef or int8+ef: number "
+        "format of averages. From three members on each averages a share of the values and sends "
+        "it back to all in this format (sign+ef, auto:2+ef, e3m0+ef, int8, float32), in place of "
+        "whole contributions. Empty: whole contributions, as in swarms with a robust rule.",
+    )
     finish: Literal["none", "average"] | None = Field(
         default=None,
         description="After the last step: none (each peer keeps its own model), or average (all "
@@ -169,9 +177,7 @@ class OuterSettings(BaseModel):
             from shoal.optim.codecs.two_way import two_way
 
             if two_way(codec_named(value)) is not None:
-                raise ValueError(
-                    "a swarm sends averages back by no codec of their own yet: leave out ,back="
-                )
+                raise ValueError("the codec of averages is a setting of its own: outer.codec_back")
         return value
 
     @model_validator(mode="after")
@@ -186,6 +192,7 @@ class OuterSettings(BaseModel):
         if self.codec is not None:
             self.row.check_codec(codec_named(self.codec))
         self._check_defences()
+        self._check_way_back()
         return self
 
     def _check_knobs(self) -> None:
@@ -222,6 +229,33 @@ class OuterSettings(BaseModel):
                 f"the codec {self.codec} has a mean of its own, clipped to the median norm: leave "
                 "out robust, or take topk2"
             )
+
+    def _check_way_back(self) -> None:
+        """Raise ValueError if averages cannot be sent back by ``codec_back``."""
+        if not self.codec_back:
+            return
+        from shoal.optim import codec_named
+
+        if self.row.group != "everyone":
+            raise ValueError(
+                f"the method {self.method!r} does not average over everyone, so nothing is sent "
+                f"back: leave out codec_back, or choose one that does "
+                f"({', '.join(methods_of('everyone'))})"
+            )
+        if self.robust != "none":
+            raise ValueError(
+                "a robust rule needs whole contributions, of which no averages are sent back: "
+                "leave out codec_back, or robust"
+            )
+        codec_named(self.codec_name)
+
+    @property
+    def codec_name(self) -> str:
+        """The name of the codec of an exchange: that of contributions, and of averages if they have
+        one.
+        """
+        name = self.codec or self.row.codec
+        return f"{name},back={self.codec_back}" if self.codec_back else name
 
     @property
     def row(self) -> Method:
@@ -280,6 +314,7 @@ class OuterSettings(BaseModel):
         robust_fits = self.weights in (None, "equal") and "-senders" not in (self.codec or "")
         if robust_fits and "robust" not in self.model_fields_set:
             update["robust"] = "clipped-gossip" if group == "pair" else "centered-clip"
+            update["codec_back"] = None  # whole contributions are screened
         return self.model_copy(update=update)
 
     @property

@@ -131,7 +131,7 @@ def make_outer(
     OuterError if they cannot be used, as some show only with the model.
     """
     method = settings.row
-    options: dict[str, Any] = {"codec": codec_named(settings.codec or method.codec)}
+    options: dict[str, Any] = {"codec": codec_named(settings.codec_name)}
     if settings.weighing != method.weights:
         options["weight"] = WEIGHTS[settings.weighing]
     if fragments:

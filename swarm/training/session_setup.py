@@ -468,7 +468,7 @@ def check_options(settings: OuterSettings, options: Collection[str]) -> None:
     if not unknown:
         return
     name = unknown[0]
-    has = {**settings.knobs(), "method": settings.method, "codec": settings.codec}
+    has = {**settings.knobs(), "method": settings.method, "codec": settings.codec_name}
     raise SessionError(
         f"The swarm's settings decide {name}, which is {has[name]}: leave it out."
         if name in has
@@ -485,6 +485,6 @@ def check_alike(settings: OuterSettings, opt: OuterOptimizer, expected: OuterOpt
         knobs = ", ".join(f"{name}={value}" for name, value in settings.knobs().items())
         raise SessionError(
             f"The optimizer does not average as the swarm does: {unlike}; the swarm has "
-            f"{settings.method} with {knobs}, codec {settings.codec}, so make it so, or by "
+            f"{settings.method} with {knobs}, codec {settings.codec_name}, so make it so, or by "
             "s.optimizer(inner)."
         )

@@ -232,6 +232,10 @@ MAX_GROUP = 64  # members, each a bit of one number
 LARGEST_GROUP = MAX_GROUP - 1
 MAX_PATIENCE = 3600.0  # seconds
 
+SIGNED_AVERAGE = 2 + ENVELOPE + 192
+"""Bytes of a sealed ``GroupAverage`` behind its length, at most."""
+Way = Literal["gather", "allreduce", "butterfly"]
+"""How a group reduces (`shoal.swarm.exchange.group.reduction`)."""
 Places = Annotated[int, Field(ge=0, lt=2**MAX_GROUP)]
 """A set of members: bit n stands for the n-th in the order of peer ids."""
 
@@ -306,7 +310,7 @@ class GroupFormed(Message):
     KIND = "group-formed"
     LIMIT = MAX_GROUP * (KIB + ENVELOPE + 2) + KIB
     nonce: Nonce
-    reduction: Literal["gather", "allreduce"]
+    reduction: Way
     alone: bool
     members: Annotated[bytes, Field(max_length=MAX_GROUP * (KIB + ENVELOPE + 2))]
 
@@ -328,26 +332,43 @@ class GroupHello(Message):
     nonce: Nonce
 
 
+class GroupAverage(Message):
+    """Signed digest of the encoded average of a share that its owner sends to all members of its
+    group, before the average itself.
+    """
+
+    KIND = "group-average"
+    swarm: SwarmId
+    nonce: Nonce
+    sha256: Sha256
+
+
 class GroupReport(Message):
     """A member's report of the contributions that it holds whole; after an all-reduce: all or
     none.
+
+    ``averages``: after one with encoded averages, the signed digest of each, after its length as
+    two bytes, in the order of their owners.
     """
 
     KIND = "group-report"
+    LIMIT = MAX_GROUP * SIGNED_AVERAGE + KIB
     nonce: Nonce
     held: Places
+    averages: Annotated[bytes, Field(max_length=MAX_GROUP * SIGNED_AVERAGE)] = b""
 
 
 class GroupDecision(Message):
     """Signed decision of the leader: the members whose contributions make the mean.
 
-    None: the exchange is off.
+    None: the exchange is off. ``averages``: the SHA-256 of those in all reports.
     """
 
     KIND = "group-decision"
     swarm: SwarmId
     nonce: Nonce
     mean: Places
+    averages: Sha256 | None = None
 
 
 class GroupQuestion(Message):

@@ -71,6 +71,7 @@ ROWS = {
             "manifest",
             "body",
             "decision",
+            "averages",
         )
         or (name == "change" and kind != "member")
     ),

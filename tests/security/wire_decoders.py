@@ -12,7 +12,7 @@ from shoal.node.verify.material import decode_material as decode_material
 from shoal.swarm.access.invitation import admission, entry_of, issue
 from shoal.swarm.access.link import Link
 from shoal.swarm.errors import AdmissionError, LinkError, MessageError
-from shoal.swarm.exchange.group.roster import encode_roster, open_roster
+from shoal.swarm.exchange.group.roster import encode_list, open_roster
 from shoal.swarm.gossip import envelope
 from shoal.swarm.manifest import Manifest, is_public, open_manifest, swarm_id, title_of
 from shoal.swarm.membership.records import MemberValidator, make_record, open_record
@@ -226,9 +226,9 @@ def wire_decoders():
         ),
         one(
             "members of a group",
-            "swarm/exchange/group/roster.py:_each swarm/exchange/group/roster.py:open_roster",
+            "swarm/exchange/group/roster.py:open_list swarm/exchange/group/roster.py:open_roster",
             roster,
-            lambda: encode_roster(readies()),
+            lambda: encode_list(readies()),
             frames(2),
             MessageError,
         ),

@@ -12,6 +12,7 @@ from shoal.swarm.topics.rollout import Rollout
 from shoal.swarm.topics.status import Status
 from shoal.swarm.wire.messages import (
     Announcement,
+    GroupAverage,
     GroupDecision,
     GroupProbe,
     GroupReady,
@@ -32,6 +33,7 @@ SEALED = {
         GroupReady,
         GroupProbe,
         GroupDecision,
+        GroupAverage,
         BodyAnnouncement,
         Rollout,
         Attestation,

@@ -16,15 +16,15 @@ holds if members or the leader die: docs/internals.md, "The decision of a group"
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shoal.optim.codecs.mod4 import check_no_pair
-from shoal.optim.codecs.two_way import two_way
-from shoal.optim.exchange.base import Contribution, RoundKey
+from shoal.optim.exchange.base import Contribution, Mean, RoundKey
 from shoal.optim.exchange.update_screen import TRUSTING, UpdateScreen
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.exchange.context import PeerContext
@@ -34,6 +34,7 @@ from shoal.swarm.exchange.contribution import (
     ExchangeHandle,
     encode_contribution,
 )
+from shoal.swarm.exchange.group.butterfly import Averaged, Butterfly
 from shoal.swarm.exchange.group.leader import (
     COSTLY,
     DECISION_PROTOCOL,
@@ -154,6 +155,15 @@ class _Hold:
         )
 
 
+def _taken(outcomes: tuple[Outcome, ...]) -> Mean:
+    """Return the mean that training takes."""
+    outcome = outcomes[0]
+    mean = outcome()
+    if isinstance(outcome, Averaged):
+        outcome.keep()
+    return mean
+
+
 class GroupExchange(ExchangeBase):
     """``optim.Exchange`` among all members of a swarm, or among groups of them.
 
@@ -213,7 +223,13 @@ class GroupExchange(ExchangeBase):
             max_group,
             screen.gathers,
             protocols.leader,
+            self._blame,
         )
+        self._ways: dict[str, Callable[..., Reduction]] = {
+            "gather": AllGather,
+            "allreduce": AllReduce,
+            "butterfly": functools.partial(Butterfly, identity=context.identity),
+        }
         self._streams = PeerStreams(context.host, view, timeouts.chunk, protocols.payload)
         context.host.serve(protocols.leader, self._leader.serve)
 
@@ -223,10 +239,6 @@ class GroupExchange(ExchangeBase):
         ValueError if it is of another run than this swarm, or if the codec refuses the tensors.
         """
         check_no_pair(contribution.codec)
-        if two_way(contribution.codec) is not None:
-            raise ValueError(
-                "a swarm sends averages back by no codec of their own yet: leave out ,back="
-            )
         mine = replace(
             encode_contribution(self._context.swarm, contribution).prepared(), sketch=self.sketch()
         )
@@ -234,7 +246,10 @@ class GroupExchange(ExchangeBase):
         self.stats.begin(mine.key)
         attempt = ExchangeAttempt[Outcome](mine, screen=self._screen, stats=self.stats)
         meeting = self.meet(attempt)
-        return ExchangeHandle(self, attempt, meeting, lambda outcomes: outcomes[0](), nbytes)
+        return ExchangeHandle(self, attempt, meeting, _taken, nbytes)
+
+    def _blame(self, key: tuple[int, int], peer: str) -> None:
+        self.stats.failed(RoundKey(self._context.swarm, *key), peer, "suspicious")
 
     async def meet(self, attempt: Attempt) -> Outcome | None:
         """Take part in a round. Returns None if this node goes on with its own contribution."""
@@ -328,9 +343,8 @@ class GroupExchange(ExchangeBase):
             before: Roster | None = None
             while isinstance(formed, GroupFormed):
                 group = open_roster(formed, leader, sealed, self._largest)
-                if before is not None and (before.reduction, group.reduction) != (
-                    "allreduce",
-                    "gather",
+                if before is not None and (
+                    before.reduction == "gather" or group.reduction != "gather"
                 ):
                     raise MessageError(
                         f"a group from peer {short(leader)} was refused: it asks for attempts "
@@ -447,12 +461,12 @@ class GroupExchange(ExchangeBase):
         ``formed``: the loop's time at which the first group was.
         """
         attempt = pending.attempt
-        if group.reduction == "allreduce" and attempt.screen.gathers:
+        if group.reduction != "gather" and attempt.screen.gathers:
             raise MessageError(
                 "the leader asks for an all-reduce, in which no contribution can be screened by "
                 "itself."
             )
-        way = AllReduce if group.reduction == "allreduce" else AllGather
+        way = self._ways[group.reduction]
         nbytes, loop = (
             moved(attempt.contribution.payload.nbytes, len(group.members)),
             asyncio.get_running_loop(),
@@ -477,7 +491,10 @@ class GroupExchange(ExchangeBase):
                 reducing.result()
                 if attempt.commit.closed:
                     return None
-                await channel.send(GroupReport(nonce=group.nonce, held=reduction.places()))
+                report = GroupReport(
+                    nonce=group.nonce, held=reduction.places(), averages=reduction.averages
+                )
+                await channel.send(report)
                 # Others may take as long again, over a slower link; no leader keeps this node for
                 # longer.
                 left = max(until, 2 * loop.time() - formed) - loop.time() + 4 * self._timeouts.chunk
@@ -504,7 +521,8 @@ class GroupExchange(ExchangeBase):
                         group.leader, attempt.key, loop.time() - hold.since, nbytes, whole=False
                     )
                 sealed = await self._ask(group) if reducing.done() else None
-            mean = self._decisions.open(sealed, group.leader, group.nonce)
+            averages = reduction.averages
+            mean = self._decisions.open(sealed, group.leader, group.nonce, averages)
         finally:
             self._streams.end(reduction)
             await stop(reducing, listening, holding)

@@ -20,23 +20,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import itertools
 import logging
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from shoal.optim.exchange.common_mean import common_mean
 from shoal.optim.exchange.pairing import order
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.exchange.context import PeerContext
 from shoal.swarm.exchange.contribution import BARRED
+from shoal.swarm.exchange.group import butterfly
 from shoal.swarm.exchange.group.reduction import fits
 from shoal.swarm.exchange.group.roster import (
     HeartbeatChannel,
     LivenessView,
     difference,
-    encode_roster,
+    encode_list,
 )
 from shoal.swarm.exchange.round_tracker import RoundTracker
 from shoal.swarm.exchange.training_time import TrainingTime
@@ -57,6 +59,7 @@ from shoal.swarm.wire.messages import (
     GroupReceipt,
     GroupReply,
     GroupReport,
+    Way,
 )
 
 if TYPE_CHECKING:
@@ -96,12 +99,13 @@ class DecisionLog:
         """
         return nonce in self._pending
 
-    def settle(self, nonce: bytes, mean: int) -> bytes:
+    def settle(self, nonce: bytes, mean: int, averages: bytes = b"") -> bytes:
+        """Decide once. ``averages``: those that all members of the mean have reported."""
         if nonce not in self._sealed:
-            self.remember(
-                nonce,
-                seal(GroupDecision(swarm=self._swarm, nonce=nonce, mean=mean), self._identity),
+            decision = GroupDecision(
+                swarm=self._swarm, nonce=nonce, mean=mean, averages=digest_of(averages)
             )
+            self.remember(nonce, seal(decision, self._identity))
         return self._sealed[nonce]
 
     def remember(self, nonce: bytes, sealed: bytes) -> None:
@@ -111,9 +115,11 @@ class DecisionLog:
         if pending is not None:
             pending.set()
 
-    def open(self, sealed: bytes | None, leader: str, nonce: bytes) -> int | None:
+    def open(
+        self, sealed: bytes | None, leader: str, nonce: bytes, averages: bytes | None = None
+    ) -> int | None:
         """Return the contributions in the mean, as bits, if this is the leader's decision on the
-        group. Raises MessageError.
+        group, and of these ``averages``. Raises MessageError.
         """
         if sealed is None:
             return None
@@ -121,6 +127,11 @@ class DecisionLog:
         if signer != leader or decision.nonce != nonce or decision.swarm != self._swarm:
             raise MessageError(
                 f"a decision was refused: it is not the one of peer {short(leader)} on this group."
+            )
+        if averages is not None and decision.mean and decision.averages != digest_of(averages):
+            raise MessageError(
+                f"a decision of peer {short(leader)} was refused: it is of other averages than "
+                "came here."
             )
         return decision.mean
 
@@ -175,6 +186,11 @@ class DecisionLog:
         await stream.send(pack(GroupReply(decision=self._sealed.get(question.nonce))), ASK_S)
 
 
+def digest_of(averages: bytes) -> bytes | None:
+    """Return the digest by which a decision names the averages in reports; None if none are."""
+    return hashlib.sha256(averages).digest() if averages else None
+
+
 def moved(nbytes: int, members: int) -> int:
     """Return the bytes each way that a member of a group moves for a contribution of ``nbytes``,
     whichever way it is reduced.
@@ -196,6 +212,8 @@ class MemberState:
     gone: bool = False
     held: dict[bytes, int] = field(default_factory=dict)
     """Its reports, by the nonce of the group."""
+    averages: dict[bytes, bytes] = field(default_factory=dict)
+    """The signed averages in them."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     """Set at each report and departure. Replaced by the event of its group."""
 
@@ -206,6 +224,7 @@ class MemberState:
         """
         if len(self.held) < 2:
             self.held.setdefault(report.nonce, report.held)
+            self.averages.setdefault(report.nonce, report.averages)
         self.changed.set()
 
     def leave(self) -> None:
@@ -245,6 +264,7 @@ class GroupCommit:
         self._needed = leader.needed.get(key[1]) or asyncio.Event()
         self._began = self._longest = self._again = 0.0
         self._members = dict(sorted(members.items()))
+        self._liars: set[str] = set()
         self._changed = asyncio.Event()
         for member in self._members.values():
             member.changed = self._changed
@@ -267,13 +287,14 @@ class GroupCommit:
         waiting.add_done_callback(lambda _: self._changed.set())
         try:
             codec = next(iter(everybody.values())).ready.codec
-            if fits(codec, len(everybody)) and not leader.gather:
-                if await self._try_reduction("allreduce", until):
+            way = None if leader.gather else _by_shares(codec, len(everybody))
+            if way is not None:
+                if await self._try_reduction(way, until):
                     return
                 self._members = {
                     p: member
                     for p, member in everybody.items()
-                    if not (member.gone or self._passed_over(p))
+                    if not (member.gone or self._passed_over(p) or p in self._liars)
                 }
                 log.info(
                     "an all-reduce of %d failed: the remaining %d gather",
@@ -287,36 +308,50 @@ class GroupCommit:
             for member in everybody.values():
                 member.dismiss()
 
-    async def _try_reduction(self, reduction: Literal["gather", "allreduce"], until: float) -> bool:
+    async def _try_reduction(self, reduction: Way, until: float) -> bool:
         """Form the group, wait for the reports and decide; inform the members unless another
         attempt is due. Return whether there is a mean.
         """
         nonce = fresh_nonce()
         self._decisions.expect(nonce)
-        mean, whole = 0, reduction == "allreduce"
+        mean, whole = 0, reduction != "gather"
+        averages = b""
         try:
-            listed = encode_roster(member.sealed for member in self._members.values())
+            listed = encode_list(member.sealed for member in self._members.values())
             await self._send_all(
                 GroupFormed(nonce=nonce, reduction=reduction, alone=self._alone, members=listed)
             )
             await self._reports(nonce, until, whole)
             mean = self._everybody(nonce) if whole else self._common(nonce)
+            if mean and whole:
+                averages = next(iter(self._members.values())).averages[nonce]
         finally:
-            decision = self._decisions.settle(nonce, mean)
+            decision = self._decisions.settle(nonce, mean, averages)
         if mean or not whole:
             await self._send_all(GroupReply(decision=decision))
         return mean != 0
 
     def _everybody(self, nonce: bytes) -> int:
-        """Return all members, as bits, if each reported that it holds everything (one may have died
-        since); else 0.
+        """Return all members, as bits, if each reported that it holds everything, and the same
+        averages (one may have died since); else 0.
         """
         everybody = (1 << len(self._members)) - 1
-        return (
-            everybody
-            if all(member.held.get(nonce) == everybody for member in self._members.values())
-            else 0
-        )
+        for member in self._members.values():
+            if member.held.get(nonce) != everybody:
+                return 0
+        reports = {peer: member.averages[nonce] for peer, member in self._members.items()}
+        if len(set(reports.values())) == 1:
+            return everybody
+        self._liars = butterfly.contradicted(reports, self._leader.swarm, nonce)
+        for peer in sorted(self._liars):
+            log.warning(
+                "round %d: peer %s sent different averages of its share to two members, or reports "
+                "what was not signed: it is left out.",
+                self._key[0],
+                short(peer),
+            )
+            self._leader.blame(self._key, peer)
+        return 0
 
     def _common(self, nonce: bytes) -> int:
         """Return the contributions that all remaining members hold, as bits."""
@@ -388,6 +423,13 @@ class GroupCommit:
             member.leave()
 
 
+def _by_shares(codec: str, members: int) -> Way | None:
+    """Return how a group averages by shares; None if it gathers."""
+    if fits(codec, members):
+        return "allreduce"
+    return "butterfly" if butterfly.fits(codec, members) else None
+
+
 LEADER_PROTOCOL = "/shoal/group/1"
 MAX_PENDING = 64  # rounds for which members are collected at once
 MAX_WAITING = 256  # members waiting here, over all rounds
@@ -416,7 +458,8 @@ class GroupLeader:
     """The server of members that take this node for the leader of a round.
 
     All coroutines run on the host's loop. ``max_group``:
-    members of the largest group; ``gather``: never all-reduce.
+    members of the largest group; ``gather``: never all-reduce; ``blame``: called with round and
+    fragment, and a member that lied about averages.
     """
 
     def __init__(
@@ -429,8 +472,11 @@ class GroupLeader:
         max_group: int,
         gather: bool,
         protocol: str = LEADER_PROTOCOL,
+        blame: Callable[[tuple[int, int], str], None] = lambda key, peer: None,
     ) -> None:
         self._protocol = protocol
+        self.swarm = context.swarm
+        self.blame = blame
         self._context, self.me, self.time, self.timeouts = context, context.me, time, time.timeouts
         self._max_group, self.gather = max_group, gather
         self.decisions, self._rounds, self.view = decisions, rounds, view

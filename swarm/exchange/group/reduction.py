@@ -1,11 +1,12 @@
-"""A group's two reductions, and the streams between its members (`PeerStreams`).
+"""A group's reductions, and the streams between its members (`PeerStreams`).
 
     AllGather   every member sends its payload to every other, and each computes the same mean from
                 the same bytes; for every codec
     AllReduce   a butterfly: every member averages one share of the values for all; for plain floats
                 and four members or more, all or nothing
+    Butterfly   the same for encoded contributions, with encoded averages (`butterfly`)
 
-`GroupExchange` runs either: ``run`` moves the bytes, ``places`` says whose contributions are held
+`GroupExchange` runs any: ``run`` moves the bytes, ``places`` says whose contributions are held
 whole, and ``result`` returns the mean that the leader decided on. What they cost, and why all
 members end with the same bits: docs/internals.md, "Gathering and all-reduce".
 """
@@ -200,6 +201,9 @@ class Gathered:
 class AllGather:
     """The gathering of one group's payloads at this node. All coroutines run on the host's loop."""
 
+    averages = b""
+    """What a report says of averages: nothing."""
+
     def __init__(
         self,
         streams: PeerStreams,
@@ -343,12 +347,19 @@ SENDER, REDUCER = 1.5, 2.0  # times the chunk timeout
 
 
 def fits(codec: str, members: int) -> bool:
-    """Return whether a group should be reduced this way."""
+    """Return whether a group should be reduced by an ``AllReduce``."""
     return codec in ALL_REDUCED_CODECS and members >= ALL_REDUCED
 
 
-class AllReduce:
-    """One group's all-reduce at this node. All coroutines run on the host's loop."""
+class ShareReduction:
+    """A reduction in which every member averages one share of the values for all: all or nothing.
+
+    All coroutines run on the host's loop. ``takes_part``: False for a contribution that cannot be
+    reduced so: then this node reports that it holds nothing, and the leader gathers.
+    """
+
+    averages = b""
+    """What a report says of the averages that came."""
 
     def __init__(
         self,
@@ -356,24 +367,22 @@ class AllReduce:
         group: Roster,
         me: str,
         attempt: Attempt,
-        until: float,
         longest: float,
+        takes_part: bool,
     ) -> None:
-        mine = attempt.contribution
-        self._streams, self.group, self._me, self._mine = streams, group, me, mine
-        self._until = max(until, longest)  # each part of it has a deadline of its own
-        self._mean: Tensor | None = None
+        self._streams = streams
+        self.group = group
+        self._me = me
+        self._attempt = attempt
+        self._mine = attempt.contribution
+        self._until = longest  # each part of it has a deadline of its own
+        self._takes_part = takes_part
+        self._whole = False
+        """True once everything is here."""
         self._failed, self._over = asyncio.Event(), asyncio.Event()
-        # A node whose contribution cannot be all-reduced reports that it holds nothing, and the
-        # leader gathers.
-        self._dtype = (
-            mine.codec.dtype
-            if isinstance(mine.codec, FloatCodec) and not mine.unweighted_count
-            else None
-        )
         self._callers: dict[str, asyncio.Future[Stream]] = {}
         """The streams on which the other members send this node its share."""
-        if self._dtype is not None:
+        if takes_part:
             new = asyncio.get_running_loop().create_future
             self._callers = {peer: new() for peer in group.members if peer != me}
         self._awaited: set[str] = set()
@@ -385,10 +394,10 @@ class AllReduce:
         """
 
     async def run(self) -> None:
-        if self._dtype is None:
+        if not self._takes_part:
             return
         reducing, failing = (
-            asyncio.ensure_future(self._reduced(self._dtype)),
+            asyncio.ensure_future(self._reduced()),
             asyncio.ensure_future(self._failed.wait()),
         )
         try:
@@ -402,27 +411,27 @@ class AllReduce:
                     if self._failed.is_set()
                     else "its time was up."
                 )
-            mean = reducing.result()
-            if not await asyncio.to_thread(all_finite, [mean]):
-                raise MessageError("the mean holds NaN or infinity.")
-            self._mean = mean
+            reducing.result()
+            self._whole = True
         except (NetworkError, MessageError) as error:
             log.info("round %d: the all-reduce failed: %s", self._mine.key.round, error)
         finally:
             self._over.set()
             await stop(reducing, failing)
 
+    async def _reduced(self) -> None:
+        """Move and average everything.
+
+        Raises NetworkError or MessageError as soon as anything is missing.
+        """
+        raise NotImplementedError
+
     def places(self) -> int:
-        return 0 if self._mean is None else self.group.everybody
+        return self.group.everybody if self._whole else 0
 
     def result(self, mean: int) -> Outcome:
-        assert self._mean is not None
-        weights, limit = self.group.weights()
-        counted, shapes = sum(weight > 0 for weight in weights.values()), self._mine.shapes
-        flat = torch.split(self._mean, [math.prod(shape) for shape in shapes])
-        parts = [part.view(shape) for part, shape in zip(flat, shapes, strict=True)]
-        reduced = Mean(parts, sum(weights.values()), self.group.members, counted, limit=limit)
-        return lambda: reduced
+        """Return the mean; ``mean`` is everybody."""
+        raise NotImplementedError
 
     def give_up(self) -> set[str]:
         """Fail; return the members that are still to send."""
@@ -445,16 +454,53 @@ class AllReduce:
             await asyncio.wait_for(
                 self._over.wait(), max(self._until - asyncio.get_running_loop().time(), 0.0)
             )
-        if self._mean is None:
+        if not self._whole:
             stream.abort()
-        return self._mean is not None
+        return self._whole
 
-    async def _reduced(self, dtype: torch.dtype) -> Tensor:
-        """Return the mean of all, flat, float32.
+    async def _called_by(self, peer: str, silence: float) -> Stream:
+        """Return the stream on which a member sends this node its share, once it calls."""
+        caller = self._callers[peer]
+        await asyncio.wait({caller}, timeout=silence)
+        if not caller.done():
+            raise NetworkError(
+                f"peer {short(peer)} did not begin to send within {silence:.3g} s.", "timeout"
+            )
+        return caller.result()
 
-        Raises NetworkError or MessageError as soon as anything is missing.
-        """
-        values = self._mine.payload.whole().view(dtype)
+    def _has_arrived(self, peer: str) -> None:
+        self.arrived[peer] = asyncio.get_running_loop().time()
+
+
+class AllReduce(ShareReduction):
+    """One group's all-reduce of plain floats at this node."""
+
+    def __init__(
+        self,
+        streams: PeerStreams,
+        group: Roster,
+        me: str,
+        attempt: Attempt,
+        until: float,
+        longest: float,
+    ) -> None:
+        mine = attempt.contribution
+        takes_part = isinstance(mine.codec, FloatCodec) and not mine.unweighted_count
+        super().__init__(streams, group, me, attempt, max(until, longest), takes_part)
+        self._mean: Tensor | None = None
+
+    def result(self, mean: int) -> Outcome:
+        assert self._mean is not None
+        weights, limit = self.group.weights()
+        counted, shapes = sum(weight > 0 for weight in weights.values()), self._mine.shapes
+        flat = torch.split(self._mean, [math.prod(shape) for shape in shapes])
+        parts = [part.view(shape) for part, shape in zip(flat, shapes, strict=True)]
+        reduced = Mean(parts, sum(weights.values()), self.group.members, counted, limit=limit)
+        return lambda: reduced
+
+    async def _reduced(self) -> None:
+        assert isinstance(self._mine.codec, FloatCodec)
+        values = self._mine.payload.whole().view(self._mine.codec.dtype)
         mean = torch.empty(values.numel(), dtype=torch.float32, device="cpu")
         others = (self._exchange(peer, values, mean) for peer in self._callers)
         works = [asyncio.ensure_future(work) for work in (self._average(values, mean), *others)]
@@ -462,7 +508,9 @@ class AllReduce:
             await asyncio.gather(*works)
         finally:
             await stop(*works)
-        return mean
+        if not await asyncio.to_thread(all_finite, [mean]):
+            raise MessageError("the mean holds NaN or infinity.")
+        self._mean = mean
 
     def _parts(self, peer: str, values: Tensor) -> list[slice]:
         """Return the parts of the share that ``peer`` averages; none if there are fewer values than
@@ -521,16 +569,12 @@ class AllReduce:
 
     async def _part_of(self, peer: str, part: slice, dtype: torch.dtype, last: bool) -> Tensor:
         self._awaited.add(peer)
-        caller, silence = self._callers[peer], SENDER * self._streams.chunk_timeout
-        await asyncio.wait({caller}, timeout=silence)
-        if not caller.done():
-            raise NetworkError(
-                f"peer {short(peer)} did not begin to send within {silence:.3g} s.", "timeout"
-            )
-        values = await self._received(caller.result(), part, dtype, silence)
+        silence = SENDER * self._streams.chunk_timeout
+        stream = await self._called_by(peer, silence)
+        values = await self._received(stream, part, dtype, silence)
         self._awaited.discard(peer)
         if last:
-            self.arrived[peer] = asyncio.get_running_loop().time()
+            self._has_arrived(peer)
         return values
 
     async def _received(
@@ -553,5 +597,5 @@ def _packed(values: Tensor) -> bytes:
 Outcome = Callable[[], Mean]
 """Returns a decided mean, whole and verified; the first call may compute it."""
 Attempt = ExchangeAttempt[Outcome]
-Reduction = AllGather | AllReduce
+Reduction = AllGather | ShareReduction
 """One attempt of one group at one member."""

@@ -10,7 +10,6 @@ import asyncio
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from shoal.optim.exchange.pairing import order
 from shoal.optim.exchange.weighted_mean import counted_weights
@@ -22,7 +21,7 @@ from shoal.swarm.exchange.round_evidence import RoundEvidence
 from shoal.swarm.p2p.stream import Stream, short
 from shoal.swarm.p2p.tasks import stop
 from shoal.swarm.wire.envelope import M, Message, fresh_nonce, pack, pack_shapes, unpack, unseal
-from shoal.swarm.wire.messages import MAX_PATIENCE, GroupAlive, GroupFormed, GroupReady
+from shoal.swarm.wire.messages import MAX_PATIENCE, GroupAlive, GroupFormed, GroupReady, Way
 
 
 class LivenessView:
@@ -163,7 +162,7 @@ class Roster:
 
     nonce: bytes
     leader: str
-    reduction: Literal["gather", "allreduce"]
+    reduction: Way
     alone: bool
     """True if every peer that was ready is in it."""
     readies: Mapping[str, GroupReady]
@@ -230,18 +229,20 @@ def difference(mine: GroupReady, theirs: GroupReady) -> str | None:
     return None
 
 
-def encode_roster(sealed: Iterable[bytes]) -> bytes:
+def encode_list(sealed: Iterable[bytes]) -> bytes:
+    """Return signed messages one after the other, each behind its length."""
     return b"".join(len(message).to_bytes(_LENGTH, "big") + message for message in sealed)
 
 
-def _each(listed: bytes) -> Iterator[bytes]:
+def open_list(listed: bytes) -> Iterator[bytes]:
+    """Yield the messages of ``encode_list``. Raises MessageError."""
     at = 0
     while at < len(listed):
         start = at + _LENGTH
         at = start + int.from_bytes(listed[at:start], "big")
         if at > len(listed):
             raise MessageError(
-                "a group was refused: its list of members ends in the middle of one."
+                "a group was refused: a list of its members ends in the middle of one."
             )
         yield listed[start:at]
 
@@ -257,7 +258,7 @@ def open_roster(formed: GroupFormed, leader: str, mine: bytes, largest: int) -> 
     _, own = unseal(mine, GroupReady)
     readies: dict[str, GroupReady] = {}
     included = False
-    for sealed in _each(formed.members):
+    for sealed in open_list(formed.members):
         peer, ready = unseal(sealed, GroupReady)
         if peer in readies or len(readies) == largest:
             raise MessageError(

@@ -156,7 +156,52 @@ def test_a_knob_of_other_methods_is_refused_by_name(name, knob):
         OuterSettings.model_validate({"method": name, knob: VALUES[knob]})
 
 
-@pytest.mark.parametrize("name", ["float32", "topk2+ef:0.95", "auto:2.5+ef:0.999"])
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        (
+            {"method": "noloco", "codec_back": "sign+ef"},
+            "the method 'noloco' does not average over everyone, so nothing is sent back: leave "
+            "out codec_back",
+        ),
+        (
+            {"method": "diloco", "codec": "sign+ef", "robust": "distance"},
+            "a robust rule needs whole contributions, of which no averages are sent back: leave "
+            "out codec_back, or robust",
+        ),
+        (
+            {"method": "sparseloco"},
+            "averages cannot be sent back by a codec of their own where contributions are sent by "
+            "topk2: choose sign.ef, e3m0.ef, int8.ef",
+        ),
+        ({"method": "diloco"}, "only where contributions have error feedback: choose float32.ef"),
+        (
+            {"method": "diloco", "codec": "sign+ef", "codec_back": "sign"},
+            "averages sent back by sign would lose what it leaves out for good: choose sign.ef",
+        ),
+        (
+            {"method": "diloco", "codec": "sign+ef,back=sign+ef"},
+            "the codec of averages is a setting of its own: outer.codec_back",
+        ),
+    ],
+)
+def test_a_codec_of_averages_that_does_not_fit_is_refused(settings, reason):
+    with pytest.raises(ValueError, match=reason):
+        OuterSettings.model_validate({"codec_back": "sign+ef", **settings})
+
+
+def test_averages_come_back_by_the_codec_of_the_settings():
+    settings = OuterSettings(method="streaming", codec="sign+ef", codec_back="e3m0+ef", every=8)
+    assert made(settings.resolved()).codec.name == "sign+ef,back=e3m0+ef"
+    assert made(settings.model_copy(update={"codec_back": ""})).codec.name == "sign+ef"
+    public = settings.guarded()
+    assert (public.robust, public.codec_back) == ("centered-clip", None)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["float32", "topk2+ef:0.95", "auto:2.5+ef:0.999", "sign+ef:0.999,back=auto:2.5+ef:0.999"],
+)
 def test_a_codecs_name_fits_the_wire_also_with_buffers(name):
     (pattern,) = [
         bound.pattern

@@ -11,6 +11,8 @@ import pytest
 from bench._table import links
 from bench._table.methods import RECIPES, TORCHFT
 from shoal.optim import codec_named
+from shoal.optim.codecs.two_way import two_way
+from shoal.optim.exchange.butterfly import FEWEST
 from shoal.swarm.exchange.cost import payload_sent
 from tests.support.fake_network import GroupPeer
 from tests.support.pair_peers import Peer
@@ -59,8 +61,12 @@ def check(network, group, codec, methods, peers):
     sent = counted(network, group, codec, params, peers)
     assert len(sent) == peers
     payload = codec_named(codec).nbytes([(params,)]) / params
+    both_ways = two_way(codec_named(codec))
+    back = 0.0 if both_ways is None else both_ways.back.nbytes([(params,)]) / params
+    if both_ways is not None and peers >= FEWEST:
+        sent = [sum(sent) / peers] * peers  # who averages a larger share sends more
     for method in methods:
-        work = links.work(method, codec, peers, 50, payload)
+        work = links.work(method, codec, peers, 50, payload, back)
         expected = [payload_sent(work) / links.PARAMETERS * params] * peers
         if group == "pair" and peers % 2:  # an average: the middle of a chain sends two payloads
             one = expected[0] * peers / (peers + 1)
@@ -76,11 +82,13 @@ def check(network, group, codec, methods, peers):
         ("everyone", "sign+ef", "diloco", 3),
         ("everyone", "float32", "diloco", 3),
         ("everyone", "float32", "diloco", 4),
+        ("everyone", "sign+ef,back=sign+ef", "diloco", 3),
+        ("everyone", "sign+ef,back=e3m0+ef", "diloco", 4),
     ],
 )
 def test_exchanges_send_what_the_formula_says(network, group, codec, method, peers):
     """A pair one payload (the middle of three two), a group all others' or, in float32 from four
-    on, what a ring sends.
+    on, what a ring sends, or a share of payload and averages.
     """
     check(network, group, codec, {method}, peers)
 

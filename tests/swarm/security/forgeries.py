@@ -10,6 +10,7 @@ from shoal.optim.exchange.base import Contribution
 from shoal.swarm.access.invitation import Invitation
 from shoal.swarm.changes import Change, ChangePart
 from shoal.swarm.exchange.contribution import encode_contribution
+from shoal.swarm.exchange.group.butterfly import digest_of
 from shoal.swarm.exchange.group.roster import ready_message
 from shoal.swarm.gossip.envelope import BodyAnnouncement
 from shoal.swarm.identity import Identity
@@ -19,7 +20,7 @@ from shoal.swarm.topics.receipts import Receipts
 from shoal.swarm.topics.rollout import Rollout
 from shoal.swarm.topics.status import Status
 from shoal.swarm.wire.envelope import pack, seal
-from shoal.swarm.wire.messages import GroupDecision, GroupProbe, Offer
+from shoal.swarm.wire.messages import GroupAverage, GroupDecision, GroupProbe, Offer
 from tests.support.fake_network import MODEL, SWARM
 from tests.support.records import in_groups, member_of
 
@@ -163,6 +164,11 @@ def probe(**changes):
 
 def decision(**changes):
     return GroupDecision(**{"swarm": SWARM, "nonce": bytes(16), "mean": 3, **changes})
+
+
+def average(**changes):
+    digest = digest_of(torch.zeros(4, dtype=torch.uint8))
+    return GroupAverage(**{"swarm": SWARM, "nonce": bytes(16), "sha256": digest, **changes})
 
 
 # -- what is forged --------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from typing import ClassVar
 
 import msgpack
+import torch
 from hivemind.dht.protocol import DHTProtocol
 from hivemind.dht.routing import DHTID
 from hivemind.dht.validation import DHTRecord
@@ -23,8 +24,9 @@ from shoal.swarm.access.policy import AccessPolicy
 from shoal.swarm.errors import MessageError
 from shoal.swarm.exchange.context import PeerContext
 from shoal.swarm.exchange.contribution import ExchangeAttempt
+from shoal.swarm.exchange.group.butterfly import check_average
 from shoal.swarm.exchange.group.leader import LEADER_PROTOCOL, DecisionLog
-from shoal.swarm.exchange.group.roster import encode_roster, open_roster
+from shoal.swarm.exchange.group.roster import encode_list, open_roster
 from shoal.swarm.exchange.pair.calls import EXCHANGE_PROTOCOL
 from shoal.swarm.exchange.pair.exchange import PairExchange
 from shoal.swarm.exchange.timeouts import ExchangeTimeouts
@@ -64,6 +66,7 @@ from tests.swarm.security.forgeries import (
     ROUND,
     VICTIM,
     attestation,
+    average,
     change,
     decision,
     invitation,
@@ -94,6 +97,7 @@ WORDS = {
     "it is of round": "another round",
     "not the one of peer": "another decision",
     "the nonce": "another nonce",
+    "has not signed it for this group": "another average",
 }
 
 
@@ -339,7 +343,7 @@ class Rosters(Court):
             nonce=bytes(16),
             reduction="gather",
             alone=True,
-            members=encode_roster([self.mine, sealed]),
+            members=encode_list([self.mine, sealed]),
         )
         return reason_of(open_roster, formed, LIAR.peer_id, self.mine, 32)
 
@@ -354,6 +358,16 @@ class Judgements(Court):
 
     def judge(self, sealed, sender):
         return reason_of(self.decisions.open, sealed, sender.peer_id, bytes(16))
+
+
+class Averages(Court):
+    """A member that gets the average of a share from the sender, its owner."""
+
+    make, old = staticmethod(average), {"nonce": bytes(15) + b"1"}
+
+    def judge(self, sealed, sender):
+        payload = torch.zeros(4, dtype=torch.uint8)
+        return reason_of(check_average, sealed, sender.peer_id, SWARM, bytes(16), payload)
 
 
 class Topics(Court):
@@ -485,6 +499,7 @@ COURTS = {
     "`group-probe`, at a member": Asked,
     "`group-ready`, in a group": Rosters,
     "`group-decision`": Judgements,
+    "`group-average`": Averages,
     "`rollout`": Pools,
     "`notice`": Notices,
     "`attestation`": Records,

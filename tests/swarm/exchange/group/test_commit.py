@@ -27,7 +27,7 @@ from shoal.swarm.exchange.group.leader import (
     MemberState,
 )
 from shoal.swarm.exchange.group.reduction import PAYLOAD_PROTOCOL, AllGather, AllReduce, Gathered
-from shoal.swarm.exchange.group.roster import encode_roster, ready_message
+from shoal.swarm.exchange.group.roster import encode_list, ready_message
 from shoal.swarm.identity import Identity
 from shoal.swarm.p2p.stream import Stream
 from shoal.swarm.wire.envelope import fresh_nonce, seal, unpack, unseal
@@ -439,9 +439,7 @@ def reseal(listed, change, identity=None):
 )
 def test_a_leader_that_forges_its_group_is_refused(school, monkeypatch, forge):
     peers = school.peers(3, wait=1.0)
-    monkeypatch.setattr(
-        group_lead, "encode_roster", lambda listed: encode_roster(forge(list(listed)))
-    )
+    monkeypatch.setattr(group_lead, "encode_list", lambda listed: encode_list(forge(list(listed))))
     means = [handle.result() for handle in start(peers, FLOAT32)]
     assert means == [None] * 3
 
@@ -449,7 +447,7 @@ def test_a_leader_that_forges_its_group_is_refused(school, monkeypatch, forge):
 def test_a_leader_cannot_speak_for_another_member(school, monkeypatch):
     peers = school.peers(4, wait=1.0, chunk_timeout=1.0, screen=GATHERS)
     monkeypatch.setattr(
-        group_lead, "encode_roster", lambda listed: encode_roster(reseal(listed, {"weight": 9.0}))
+        group_lead, "encode_list", lambda listed: encode_list(reseal(listed, {"weight": 9.0}))
     )
     means = {
         peer.id: handle.result() for peer, handle in zip(peers, start(peers, FLOAT32), strict=True)
@@ -493,9 +491,9 @@ def test_own_groups_nonce_is_refused(school, monkeypatch):
 def test_a_forged_decision_is_not_believed(school, monkeypatch):
     settle = DecisionLog.settle
 
-    def forging(decisions, nonce, mean):
+    def forging(decisions, nonce, *decided):
         decisions._identity = Identity.ephemeral()
-        return settle(decisions, nonce, mean)
+        return settle(decisions, nonce, *decided)
 
     monkeypatch.setattr(DecisionLog, "settle", forging)
     assert [handle.result() for handle in start(school.peers(3), FLOAT32)] == [None] * 3
@@ -544,9 +542,9 @@ def test_who_went_on_alone_meanwhile_applies_nothing(school, monkeypatch):
     peers = school.peers(3)
     handles, settle = [], DecisionLog.settle
 
-    def closing(decisions, nonce, mean):
+    def closing(decisions, nonce, *decided):
         handles[0]._attempt.commit.closed = True
-        return settle(decisions, nonce, mean)
+        return settle(decisions, nonce, *decided)
 
     monkeypatch.setattr(DecisionLog, "settle", closing)
     handles.extend(start(peers, FLOAT32))
