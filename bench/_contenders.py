@@ -62,6 +62,10 @@ class Peer(ABC):
     def right(self) -> bool:
         """Whether the last exchange did what it should have."""
 
+    def sent(self) -> int:
+        """Bytes that have left this end so far, where they are counted."""
+        return 0
+
     def close(self) -> None:  # noqa: B027 - not every contender has something to leave
         """Leave."""
 
@@ -141,6 +145,9 @@ class Ours(Peer):
     def right(self) -> bool:
         return self.got is not None and all(map(torch.equal, self.got.tensors, self.mean()))
 
+    def sent(self) -> int:
+        return self.host.traffic.sent
+
     def close(self) -> None:
         self.host.close()
 
@@ -169,6 +176,25 @@ class Gathered(Reduced):
 
     def prepare(self, mb: int) -> None:
         super().prepare(4 * mb)
+
+
+class Member(Reduced):
+    """One of a group of ``members`` whose contributions, ``mb`` in float32, have this codec."""
+
+    def __init__(self, number: int, ip: str, members: int, codec: str) -> None:
+        super().__init__(number, ip)
+        from shoal.optim.codecs.registry import codec_named
+
+        self.members, self.codec = members, codec_named(codec)
+        self.options = {"codec": self.codec}
+
+    def exchange(self) -> None:
+        super().exchange()
+        if self.got is not None:
+            self.codec.accepted()  # type: ignore[attr-defined]
+
+    def right(self) -> bool:
+        return self.got is not None and len(self.got.members) == self.members
 
 
 class Tcp(Peer):
@@ -328,6 +354,17 @@ class Hivemind(HivemindAllReduce):
 
     def exchange(self) -> None:
         self.averager.step(timeout=PATIENCE)
+
+
+MEMBER = "member"
+
+
+def peer_of(kind: str, number: int, ip: str) -> Peer:
+    """The end of a kind in `KINDS`, or of "member MEMBERS CODEC"."""
+    name, *how = kind.split()
+    if name == MEMBER:
+        return Member(number, ip, int(how[0]), how[1])
+    return KINDS[kind](number, ip)
 
 
 KINDS: dict[str, Callable[[int, str], Peer]] = {

@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 import torch
 
-from bench._contenders import KINDS
+from bench._contenders import peer_of
 
 
 def rss() -> tuple[int, int]:
@@ -67,7 +67,7 @@ def main(kind: str, number: int, limit: float, ip: str = "127.0.0.1") -> None:
     say = answering(limit)
     torch.set_num_threads(max((os.cpu_count() or 2) // 2, 1))  # as a node does
     try:
-        peer = KINDS[kind](number, ip)
+        peer = peer_of(kind, number, ip)
         say(address=peer.address())
         for line in sys.stdin:
             order = json.loads(line)
@@ -78,9 +78,11 @@ def main(kind: str, number: int, limit: float, ip: str = "127.0.0.1") -> None:
                 peer.prepare(order["mb"])
                 say(before=rss()[0])
             elif order["do"] == "go":
+                before = peer.sent()
                 began = time.perf_counter()
                 peer.exchange()
-                say(seconds=time.perf_counter() - began, peak=rss()[1])
+                seconds = time.perf_counter() - began
+                say(seconds=seconds, peak=rss()[1], sent=peer.sent() - before)
             elif order["do"] == "check":
                 say(right=peer.right())
         peer.close()

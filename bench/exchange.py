@@ -16,6 +16,12 @@ has that round trip and is fast enough that the delay counts and not the rate: w
 costs in round trips, after some that warm up the connection. Between two exchanges is a pause, as
 between the rounds of a training run, after which Linux begins each connection slowly again: the
 second figure of a row is that of a system told not to (net.ipv4.tcp_slow_start_after_idle).
+
+With --group the ends are groups of so many members that average --mb of float32 encoded by --codec:
+once gathered, and once for each codec of --back, by which averages come back. "sent_per_param": the
+bytes that left a member, on average, for each value; "over_formula": those over what
+`shoal.swarm.exchange.cost` says. With --mbit (and --rtt, or 0) over links of that rate, in network
+namespaces.
 """
 
 from __future__ import annotations
@@ -45,8 +51,11 @@ sys.path.insert(
     0, str(Path(__file__).resolve().parents[1])
 )  # called by its path, Python looks only beside this file
 
-from bench._contenders import GROUP
+from bench._contenders import FLOATS_PER_MB, GROUP, MEMBER, PIECES
 from bench._link import Link, LinkError, Namespaces
+from shoal.optim.codecs.registry import codec_named
+from shoal.optim.codecs.two_way import SEPARATOR, two_way
+from shoal.swarm.exchange.cost import Work, payload_sent
 
 ROOT = Path(__file__).resolve().parents[1]
 RIVALS = ("tcp", "hivemind", "allreduce")
@@ -143,16 +152,18 @@ class Process:
 class Contender:
     """Two processes that exchange with each other."""
 
-    def __init__(self, kind: str, link: Link | None = None) -> None:
+    def __init__(self, kind: str, link: Link | None = None, count: int | None = None) -> None:
         self.kind = kind
+        self.count = count or (GROUP if kind in GROUPS else 2)
         self._link = link
+        self.sent = 0  # bytes that left all ends in the last exchange
         self.ends: list[Process] = []
         self.peak = 0.0  # most megabytes that one end held during the exchanges of the present size
         self.before = 0.0  # and before them, tensors included
         self.computed: list[float] = []  # processor seconds of each of them, by both ends
 
     def begin(self) -> None:
-        for number in range(GROUP if self.kind in GROUPS else 2):
+        for number in range(self.count):
             command = [sys.executable, "-m", "bench._end", self.kind, str(number), str(LIMIT)]
             if self._link is not None:
                 command = [*self._link.enter(number), *command, self._link.ip(number)]
@@ -193,6 +204,7 @@ class Contender:
         if self.peak == 0.0:
             self.before = max(end["before"] for end in ready) / 1e6
         self.peak = max(self.peak, *(end["peak"] / 1e6 for end in done))
+        self.sent = sum(end["sent"] for end in done)
         return float(max(end["seconds"] for end in done))
 
     def close(self) -> None:
@@ -291,6 +303,70 @@ def over_distance(
     return rows
 
 
+def of_groups(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """One row per number of members, size and codec: bytes of a member, and seconds."""
+    rows = []
+    codecs = [options.codec, *(f"{options.codec}{SEPARATOR}{back}" for back in options.back)]
+    for count, codec in itertools.product(options.group, codecs):
+        link: Namespaces | None = None
+        if options.mbit:
+            delay_s = (options.rtt or [0])[0] / 2000
+            try:
+                link = Namespaces(count, options.mbit * 1e6 / 8, delay_s, mtu=1500)
+            except LinkError as error:
+                raise BenchError(f"--mbit: {error}.") from None
+        contender = Contender(f"{MEMBER} {count} {codec}", link, count)
+        try:
+            contender.begin()
+            for mb in options.mb:
+                if not contender.first(mb):
+                    raise BenchError(f"the exchange of {count} by {codec} gave a wrong result.")
+                seconds, sent = [], []
+                for _ in range(options.repeats):
+                    seconds.append(contender.turn(mb))
+                    sent.append(contender.sent / count / (mb * FLOATS_PER_MB))
+                rows.append(group_row(count, codec, mb, seconds, sent))
+                rows[-1] |= {"mbit": options.mbit, "rtt_ms": (options.rtt or [0])[0]}
+        finally:
+            contender.close()
+            if link is not None:
+                link.close()
+    return rows
+
+
+def group_row(
+    count: int, codec: str, mb: int, seconds: list[float], sent: list[float]
+) -> dict[str, Any]:
+    params = mb * FLOATS_PER_MB
+    shapes = [(params // PIECES,)] * PIECES
+    made = codec_named(codec)
+    both_ways = two_way(made)
+    back = 0 if both_ways is None else both_ways.back.nbytes(shapes)
+    work = Work(
+        "everyone", made.nbytes(shapes), params, count, every=1, step_s=1.0, sums=False, back=back
+    )
+    formula = payload_sent(work) / params
+    found = statistics.median(sent)
+    return {
+        "members": count,
+        "codec": codec,
+        "mb": mb,
+        "sent_per_param": round(found, 5),
+        "formula": round(formula, 5),
+        "over_formula": round(found / formula, 4),
+        "seconds": round(statistics.median(seconds), 4),
+        "all_seconds": [round(value, 4) for value in seconds],
+    }
+
+
+def show_groups(rows: list[dict[str, Any]]) -> None:
+    names = ("members", "codec", "mb", "sent_per_param", "formula", "over_formula", "seconds")
+    table = Table(*names, title="Groups")
+    for row in rows:
+        table.add_row(*(str(row[name]) for name in names))
+    Console(stderr=True).print(table)
+
+
 def show_distance(rows: list[dict[str, Any]]) -> None:
     table = Table(
         "kind",
@@ -358,6 +434,15 @@ def arguments() -> argparse.Namespace:
             raise argparse.ArgumentTypeError("round trips are whole milliseconds from 1 to 2000")
         return values
 
+    def members(text: str) -> list[int]:
+        values = [int(part) for part in text.split(",")]
+        if not all(2 <= value <= 16 for value in values):
+            raise argparse.ArgumentTypeError("members are whole numbers from 2 to 16")
+        return values
+
+    def names(text: str) -> list[str]:
+        return [part for part in text.split(",") if part]
+
     def count(text: str) -> int:
         if int(text) < 1:
             raise argparse.ArgumentTypeError("must be at least 1")
@@ -387,6 +472,21 @@ def arguments() -> argparse.Namespace:
         help="of --rtt: ours (a pair), reduced, gathered (groups)",
     )
     parser.add_argument(
+        "--group",
+        type=members,
+        help="groups of so many members, separated by commas: by --codec, gathered and by --back",
+    )
+    parser.add_argument("--codec", default="sign+ef", help="of --group: that of contributions")
+    parser.add_argument(
+        "--back",
+        type=names,
+        default=["sign+ef", "auto:2+ef", "e3m0+ef"],
+        help="of --group: those of averages, separated by commas, or '' for none",
+    )
+    parser.add_argument(
+        "--mbit", type=count, help="of --group: over links of so many Mbit/s each way"
+    )
+    parser.add_argument(
         "--repeats", type=count, default=5, help="exchanges of each size that count"
     )
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
@@ -398,7 +498,9 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     began = time.monotonic()
     try:
-        if options.rtt is None:
+        if options.group is not None:
+            rows = of_groups(options)
+        elif options.rtt is None:
             rows = measure(options.mb, options.against, options.repeats)
         else:
             rows = over_distance(options.mb, options.rtt, options.kinds, options.repeats)
@@ -407,7 +509,12 @@ def main() -> int:
         return 1
     except KeyboardInterrupt:
         return 130
-    (show if options.rtt is None else show_distance)(rows)
+    if options.group is not None:
+        show_groups(rows)
+    elif options.rtt is None:
+        show(rows)
+    else:
+        show_distance(rows)
     if options.json:
         machine = {
             "cores": len(os.sched_getaffinity(0)),

@@ -7,6 +7,19 @@ import json
 import pytest
 
 
+@pytest.mark.slow(reason="30 s: three processes for each of two ways")
+def test_groups_have_a_row_per_way_within_the_formula(program):
+    command = ("--group", "3", "--mb", "4", "--back", "sign+ef", "--repeats", "1", "--json")
+    done = program("exchange.py", *command, timeout=180)
+    gathered, averaged = json.loads(done.stdout)["rows"]
+    assert (gathered["codec"], averaged["codec"]) == ("sign+ef", "sign+ef,back=sign+ef")
+    for row in (gathered, averaged):
+        assert row["members"] == 3
+        assert row["seconds"] > 0
+        assert 1 <= row["over_formula"] <= 1.1
+    assert averaged["formula"] < gathered["formula"]
+
+
 @pytest.mark.slow(reason="20 s: a process for each end of each measurement")
 def test_json_has_a_row_per_size(program):
     """JSON has a row per size and nothing is left behind."""

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Iterator
 from unittest.mock import patch
 
+from shoal.optim.codecs import slices
 from shoal.swarm.exchange import kept_streams
 from shoal.swarm.exchange.group import exchange as group_exchange
 from shoal.swarm.exchange.group import reduction
@@ -55,6 +56,7 @@ def isolated(loop: VirtualLoop) -> Iterator[ErrorCollector]:
             patch.object(group_exchange, "connected", _connected),
             patch.object(kept_streams, "KEPT_S", 5.0),
             patch.object(reduction, "WINDOW", 0),
+            patch.object(slices, "BLOCK", 2),
         ):
             yield errors
     finally:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from shoal.optim.codecs.buffer_tail import BufferTailCodec
 from shoal.optim.codecs.mod4 import Mod4Codec
+from shoal.optim.codecs.two_way import TwoWayCodec
 from shoal.optim.exchange.base import Contribution, Mean, RoundKey
 from shoal.optim.exchange.update_screen import UpdateScreen
 from shoal.optim.outer.optimizer import ROUNDS_PER_EXCHANGE
@@ -31,6 +32,7 @@ from shoal.swarm.exchange.pair.exchange import PairExchange
 from shoal.swarm.exchange.timeouts import ExchangeTimeouts
 from shoal.swarm.identity import Identity
 from shoal.swarm.wire.messages import Member
+from tests.sim.exact_codec import exact_two_way
 from tests.sim.network import SimHost, SimNetwork, settled
 from tests.support.records import member_of
 
@@ -72,6 +74,8 @@ class Setting:
     """Partners read each other's weights by their own; what names a contribution travels as
     float32.
     """
+    butterfly: bool = False
+    """Three members or more average a share each, by a codec of two ways that loses nothing."""
 
     @property
     def fragments(self) -> int:
@@ -129,15 +133,17 @@ class SimPeer:
         """Seconds that it has slept."""
         self.slow = self.weights
         """Its weights as the newest round of each fragment left them."""
-        self.codecs = (
-            [Mod4Codec() for _ in range(swarm.setting.fragments)] if swarm.setting.mod4 else []
-        )
+        self.codecs: list[Mod4Codec] | list[TwoWayCodec] = []
+        if swarm.setting.mod4:
+            self.codecs = [Mod4Codec() for _ in range(swarm.setting.fragments)]
         """Those of the fragments, which a process that was killed has from its checkpoint."""
         self.gone = False
         self.begin()
 
     def begin(self) -> None:
         """Start a process: the first, or one after the last was killed."""
+        if self.swarm.setting.butterfly:
+            self.codecs = [exact_two_way() for _ in range(self.swarm.setting.fragments)]
         for codec in self.codecs:
             if codec.pending:
                 codec.rejected()
@@ -279,6 +285,9 @@ class SimPeer:
         codec = self.codecs[fragment] if self.codecs else None
         if codec is None:
             handle = self.exchange.start(Contribution(key, mine.tensors, self.weight))
+        elif isinstance(codec, TwoWayCodec):
+            contribution = Contribution(key, mine.tensors, self.weight, codec)
+            handle = self.exchange.start(contribution)
         else:
             codec.expect(f"{SWARM}:{key.round}:{fragment}", [self.weights[part] - self.slow[part]])
             handle = self.exchange.start(
@@ -307,7 +316,12 @@ class SimPeer:
         if codec is not None:
             self.slow = self.slow.clone()
             self.slow[part] = mine.tensors[0] if mean is None else mean.tensors[0]
-            codec.rejected() if mean is None else codec.accepted()
+            if mean is not None:
+                codec.accepted()
+            elif isinstance(codec, TwoWayCodec):
+                codec.rejected(mine.tensors)
+            else:
+                codec.rejected()
         with_whom = (
             "alone"
             if mean is None

@@ -6,10 +6,12 @@ import asyncio
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from shoal.swarm.exchange.group.butterfly import Butterfly
 from shoal.swarm.exchange.pair.exchange import PairExchange
 from tests.sim.clock import Stuck, VirtualLoop
 from tests.sim.faults import Fault
@@ -123,6 +125,58 @@ def test_one_of_three_dies_at_each_event(seeds, victim, fragments):
         fault = Fault(after, "kill", victim, 1.0, 0.2 + 0.6 * (after % 2))
         options = {"fragments": fragments}
         setting = Setting("pair", 3, calm=6.0, options=options, mod4=after % 4 < 2)
+        report = simulate(after, setting=setting, faults=[fault])
+        assert report.failure is None, (after, report.failure)
+
+
+def of_butterflies(seeds):
+    """Return the groups among the swarms of ``seeds``, with averages that come back encoded."""
+    settings = {seed: setting_of(seed) for seed in seeds}
+    return {
+        seed: replace(setting, butterfly=True)
+        for seed, setting in settings.items()
+        if setting.kind == "group" and not setting.options.get("gather")
+    }
+
+
+@pytest.mark.parametrize(
+    "most", [12, pytest.param(400, marks=pytest.mark.slow(reason="a hundred simulations"))]
+)
+def test_seeds_of_butterflies(seeds, most):
+    for seed, setting in of_butterflies(range(most)).items():
+        report = simulate(seed, setting=setting)
+        assert report.failure is None, (seed, report.failure)
+
+
+def test_without_faults_a_butterfly_is_whole(seeds, monkeypatch):
+    ended = []
+    places = Butterfly.places
+
+    def noted(butterfly):
+        ended.append(places(butterfly) != 0)
+        return places(butterfly)
+
+    monkeypatch.setattr(Butterfly, "places", noted)
+    report = simulate(7, setting=Setting("group", 4, calm=5.0, butterfly=True), faults=[])
+    assert report.failure is None
+    assert report.means >= 0.95 * report.rounds
+    assert len(ended) > 20
+    assert sum(ended) >= 0.95 * len(ended)
+
+
+@pytest.mark.parametrize(
+    "events",
+    [
+        range(130, 250, 20),
+        pytest.param(range(100, 340), marks=pytest.mark.slow(reason="240 simulations")),
+    ],
+    ids=["some", "each"],
+)
+def test_one_dies_at_an_event_of_a_butterfly(seeds, events):
+    """For good and for a second: at each message of it."""
+    for after in events:
+        fault = Fault(after, "kill", after % 3, 1.0, 0.2 + 0.6 * (after // 3 % 2))
+        setting = Setting("group", 3, calm=6.0, butterfly=True)
         report = simulate(after, setting=setting, faults=[fault])
         assert report.failure is None, (after, report.failure)
 

@@ -16,10 +16,9 @@ holds if members or the leader die: docs/internals.md, "The decision of a group"
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -225,11 +224,6 @@ class GroupExchange(ExchangeBase):
             protocols.leader,
             self._blame,
         )
-        self._ways: dict[str, Callable[..., Reduction]] = {
-            "gather": AllGather,
-            "allreduce": AllReduce,
-            "butterfly": functools.partial(Butterfly, identity=context.identity),
-        }
         self._streams = PeerStreams(context.host, view, timeouts.chunk, protocols.payload)
         context.host.serve(protocols.leader, self._leader.serve)
 
@@ -466,7 +460,6 @@ class GroupExchange(ExchangeBase):
                 "the leader asks for an all-reduce, in which no contribution can be screened by "
                 "itself."
             )
-        way = self._ways[group.reduction]
         nbytes, loop = (
             moved(attempt.contribution.payload.nbytes, len(group.members)),
             asyncio.get_running_loop(),
@@ -475,7 +468,7 @@ class GroupExchange(ExchangeBase):
             formed + self._timeouts.moving(nbytes),
             formed + self._timeouts.longest(nbytes),
         )
-        reduction: Reduction = way(self._streams, group, self._context.me, attempt, until, longest)
+        reduction = self._reduction(group, attempt, until, longest)
         began = loop.time()
         self._streams.begin(reduction)
         reducing = asyncio.ensure_future(reduction.run())
@@ -546,6 +539,17 @@ class GroupExchange(ExchangeBase):
                 # Now, for until training asks for it all payloads would be held.
                 await asyncio.to_thread(outcome)
         return None
+
+    def _reduction(
+        self, group: Roster, attempt: Attempt, until: float, longest: float
+    ) -> Reduction:
+        me = self._context.me
+        if group.reduction == "gather":
+            return AllGather(self._streams, group, me, attempt, until, longest)
+        if group.reduction == "allreduce":
+            return AllReduce(self._streams, group, me, attempt, until, longest)
+        identity = self._context.identity
+        return Butterfly(self._streams, group, me, attempt, until, longest, identity=identity)
 
     def _account(self, reduction: Reduction, key: RoundKey, hold: _Hold) -> None:
         """Note how long training has waited for each member of the group."""
