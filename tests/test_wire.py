@@ -12,7 +12,8 @@ from shoal.swarm.access.link import MAX_ADDRESSES as LINK_ADDRESSES
 from shoal.swarm.access.link import MAX_CHARS
 from shoal.swarm.changes import CHANGE_PROTOCOL
 from shoal.swarm.exchange.cost import ALL_REDUCED
-from shoal.swarm.exchange.group.leader import DECISION_PROTOCOL, LEADER_PROTOCOL
+from shoal.swarm.exchange.group.decisions import DECISION_PROTOCOL
+from shoal.swarm.exchange.group.leader import LEADER_PROTOCOL
 from shoal.swarm.exchange.group.reduction import PART, PAYLOAD_PROTOCOL
 from shoal.swarm.exchange.group.roster import BEATS
 from shoal.swarm.exchange.pair.calls import EXCHANGE_PROTOCOL

@@ -29,8 +29,8 @@ from shoal.optim import NoLoCo, RoundKey, codec_named
 from shoal.optim.exchange.base import Contribution
 from shoal.optim.exchange.update_screen import TRUSTING
 from shoal.swarm.exchange.context import PeerContext
+from shoal.swarm.exchange.group.decisions import DecisionLog
 from shoal.swarm.exchange.group.exchange import GroupExchange
-from shoal.swarm.exchange.group.leader import DecisionLog
 from shoal.swarm.exchange.group.reduction import AllReduce
 from shoal.swarm.exchange.pair import calls
 from shoal.swarm.exchange.pair import exchange as exchange_module

@@ -34,11 +34,10 @@ from shoal.swarm.exchange.contribution import (
     encode_contribution,
 )
 from shoal.swarm.exchange.group.butterfly import Averaged, Butterfly
+from shoal.swarm.exchange.group.decisions import DECISION_PROTOCOL, DecisionLog
 from shoal.swarm.exchange.group.leader import (
     COSTLY,
-    DECISION_PROTOCOL,
     LEADER_PROTOCOL,
-    DecisionLog,
     GroupLeader,
     moved,
 )

@@ -9,8 +9,8 @@ A ready message is answered, and so is the leader's question where a missing pee
     busy        too many wait here, or you do already, or you held training for too long
     refuse      our contributions differ in this, or you are barred
 
-`GroupLeader` collects, `GroupCommit` takes one group from its forming to its decision, and
-`DecisionLog` keeps signed decisions for members that lost their channel and ask again.
+`GroupLeader` collects, `GroupCommit` takes one group from its forming to its decision, which is
+kept for members that ask again (`shoal.swarm.exchange.group.decisions`).
 
 For whom a leader waits, and what two leaders of one round do: docs/internals.md, "For whom a leader
 waits".
@@ -20,10 +20,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import itertools
 import logging
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +32,7 @@ from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.exchange.context import PeerContext
 from shoal.swarm.exchange.contribution import BARRED
 from shoal.swarm.exchange.group import butterfly
+from shoal.swarm.exchange.group.decisions import DecisionLog
 from shoal.swarm.exchange.group.reduction import fits
 from shoal.swarm.exchange.group.roster import (
     HeartbeatChannel,
@@ -42,19 +42,15 @@ from shoal.swarm.exchange.group.roster import (
 )
 from shoal.swarm.exchange.round_tracker import RoundTracker
 from shoal.swarm.exchange.training_time import TrainingTime
-from shoal.swarm.identity import Identity
-from shoal.swarm.p2p.newest import Newest
 from shoal.swarm.p2p.stream import Stream, short
 from shoal.swarm.p2p.stream_places import StreamPlaces
 from shoal.swarm.p2p.tasks import first_of, running
-from shoal.swarm.wire.envelope import ENVELOPE, Message, fresh_nonce, pack, seal, unpack, unseal
+from shoal.swarm.wire.envelope import ENVELOPE, Message, fresh_nonce, seal, unpack, unseal
 from shoal.swarm.wire.messages import (
     MAX_GROUP,
-    GroupDecision,
     GroupFormed,
     GroupLost,
     GroupProbe,
-    GroupQuestion,
     GroupReady,
     GroupReceipt,
     GroupReply,
@@ -63,132 +59,9 @@ from shoal.swarm.wire.messages import (
 )
 
 if TYPE_CHECKING:
-    from shoal.swarm.p2p.host import Host
-
-DECISION_PROTOCOL = "/shoal/decision/1"
-REMEMBERED = 1024
-ASK_S = 1.0  # seconds that a member in doubt spends on asking
+    pass
 
 log = logging.getLogger(__name__)
-
-
-class DecisionLog:
-    """The decisions that this node made as a leader or received as a member.
-
-    All coroutines run on the host's loop.
-    """
-
-    def __init__(
-        self, host: Host, identity: Identity, swarm: str, protocol: str = DECISION_PROTOCOL
-    ) -> None:
-        self._host, self._identity, self._swarm = host, identity, swarm
-        self._protocol = protocol
-        self._sealed = Newest[bytes, bytes](REMEMBERED)
-        self._pending: dict[bytes, asyncio.Event] = {}
-        host.serve(protocol, self._answer)
-
-    def expect(self, nonce: bytes) -> None:
-        """Note that this node leads the group and will decide: a peer that asks earlier waits for
-        it.
-        """
-        self._pending[nonce] = asyncio.Event()
-
-    def leads(self, nonce: bytes) -> bool:
-        """Return whether this node's decision on the group is due. A member of it knows the
-        nonce.
-        """
-        return nonce in self._pending
-
-    def settle(self, nonce: bytes, mean: int, averages: bytes = b"") -> bytes:
-        """Decide once. ``averages``: those that all members of the mean have reported."""
-        if nonce not in self._sealed:
-            decision = GroupDecision(
-                swarm=self._swarm, nonce=nonce, mean=mean, averages=digest_of(averages)
-            )
-            self.remember(nonce, seal(decision, self._identity))
-        return self._sealed[nonce]
-
-    def remember(self, nonce: bytes, sealed: bytes) -> None:
-        """Remember a decision, to pass it on."""
-        self._sealed[nonce] = sealed
-        pending = self._pending.pop(nonce, None)
-        if pending is not None:
-            pending.set()
-
-    def open(
-        self, sealed: bytes | None, leader: str, nonce: bytes, averages: bytes | None = None
-    ) -> int | None:
-        """Return the contributions in the mean, as bits, if this is the leader's decision on the
-        group, and of these ``averages``. Raises MessageError.
-        """
-        if sealed is None:
-            return None
-        signer, decision = unseal(sealed, GroupDecision)
-        if signer != leader or decision.nonce != nonce or decision.swarm != self._swarm:
-            raise MessageError(
-                f"a decision was refused: it is not the one of peer {short(leader)} on this group."
-            )
-        if averages is not None and decision.mean and decision.averages != digest_of(averages):
-            raise MessageError(
-                f"a decision of peer {short(leader)} was refused: it is of other averages than "
-                "came here."
-            )
-        return decision.mean
-
-    async def ask(
-        self, leader: str, nonce: bytes, peers: Iterable[tuple[str, Sequence[str]]]
-    ) -> bytes | None:
-        """Return the decision from any of ``peers`` (peer id, addresses) that has it; None if none
-        of them does within a second.
-        """
-        asking = [
-            asyncio.ensure_future(self._asked(peer, addresses, leader, nonce))
-            for peer, addresses in peers
-        ]
-        try:
-            for answer in asyncio.as_completed(asking, timeout=ASK_S):
-                sealed = await answer
-                if sealed is not None:
-                    return sealed
-        except TimeoutError:
-            pass  # no remaining member knows of a decision
-        finally:
-            for question in asking:
-                question.cancel()
-        log.warning(
-            "the channel to the leader of a group broke and no member knows its decision: going on "
-            "without the group"
-        )
-        return None
-
-    async def _asked(
-        self, peer: str, addresses: Sequence[str], leader: str, nonce: bytes
-    ) -> bytes | None:
-        try:
-            opening = self._host.open(peer, self._protocol, addresses=addresses, timeout=ASK_S)
-            with contextlib.closing(await opening) as stream:
-                await stream.send(pack(GroupQuestion(nonce=nonce)), ASK_S)
-                reply = unpack(await stream.receive(GroupReply.LIMIT, ASK_S), GroupReply)
-                self.open(reply.decision, leader, nonce)
-                return reply.decision
-        except (NetworkError, MessageError) as error:
-            log.debug("peer %s sent no decision: %s", short(peer), error)
-            return None
-
-    async def _answer(self, stream: Stream) -> None:
-        question = unpack(await stream.receive(GroupQuestion.LIMIT, ASK_S), GroupQuestion)
-        pending = self._pending.get(question.nonce)
-        if pending is not None:
-            try:
-                await asyncio.wait_for(pending.wait(), ASK_S)
-            except TimeoutError:
-                log.debug("a peer asked for a decision that is not made yet")
-        await stream.send(pack(GroupReply(decision=self._sealed.get(question.nonce))), ASK_S)
-
-
-def digest_of(averages: bytes) -> bytes | None:
-    """Return the digest by which a decision names the averages in reports; None if none are."""
-    return hashlib.sha256(averages).digest() if averages else None
 
 
 def moved(nbytes: int, members: int) -> int:

@@ -25,7 +25,8 @@ from shoal.swarm.errors import MessageError
 from shoal.swarm.exchange.context import PeerContext
 from shoal.swarm.exchange.contribution import ExchangeAttempt
 from shoal.swarm.exchange.group.butterfly import check_average
-from shoal.swarm.exchange.group.leader import LEADER_PROTOCOL, DecisionLog
+from shoal.swarm.exchange.group.decisions import DecisionLog
+from shoal.swarm.exchange.group.leader import LEADER_PROTOCOL
 from shoal.swarm.exchange.group.roster import encode_list, open_roster
 from shoal.swarm.exchange.pair.calls import EXCHANGE_PROTOCOL
 from shoal.swarm.exchange.pair.exchange import PairExchange

@@ -18,14 +18,9 @@ from shoal.optim.exchange.update_screen import TRUSTING, UpdateScreen
 from shoal.swarm.errors import NetworkError
 from shoal.swarm.exchange.contribution import encode_contribution
 from shoal.swarm.exchange.group import leader as group_lead
+from shoal.swarm.exchange.group.decisions import DECISION_PROTOCOL, DecisionLog
 from shoal.swarm.exchange.group.exchange import GroupExchange
-from shoal.swarm.exchange.group.leader import (
-    DECISION_PROTOCOL,
-    LEADER_PROTOCOL,
-    DecisionLog,
-    GroupCommit,
-    MemberState,
-)
+from shoal.swarm.exchange.group.leader import LEADER_PROTOCOL, GroupCommit, MemberState
 from shoal.swarm.exchange.group.reduction import PAYLOAD_PROTOCOL, AllGather, AllReduce, Gathered
 from shoal.swarm.exchange.group.roster import encode_list, ready_message
 from shoal.swarm.identity import Identity
