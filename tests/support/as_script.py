@@ -1,7 +1,7 @@
-"""What ``python -W error::DeprecationWarning:__main__ FILE`` does, in a fork of a process that has
-imported all (`tests.support.fork_server`): with a folder and an environment of its own.
+"""What ``python -W error::DeprecationWarning:__main__ FILE ARGUMENTS`` does, in a fork of a process
+that has imported all (`tests.support.fork_server`): with a folder and an environment of its own.
 
-``python -m tests.support.as_script FOLDER ENVIRONMENT FILE``, the environment as JSON.
+``python -m tests.support.as_script FOLDER ENVIRONMENT FILE ARGUMENTS``, the environment as JSON.
 """
 
 import json
@@ -12,13 +12,13 @@ import warnings
 
 
 def main():
-    _, folder, environment, file = sys.argv
+    _, folder, environment, *command = sys.argv
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(json.loads(environment))
-    sys.argv = [file]
+    sys.argv = command
     warnings.filterwarnings("error", category=DeprecationWarning, module="__main__")
-    runpy.run_path(file, run_name="__main__")
+    runpy.run_path(command[0], run_name="__main__")
 
 
 if __name__ == "__main__":
