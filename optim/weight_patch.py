@@ -73,6 +73,16 @@ def bits_of(weights: Sequence[Tensor]) -> Tensor:
     return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int16, device="cpu")
 
 
+def whole_of(bits: Tensor) -> bytes:
+    """Return the bits as bytes; their SHA-256 is `digest_of` them."""
+    return _bytes(bits).tobytes()
+
+
+def bits_in(whole: bytes) -> Tensor:
+    """Return the bits in what `whole_of` returned."""
+    return torch.frombuffer(bytearray(whole), dtype=torch.int16) if whole else bits_of([])
+
+
 def set_bits(weights: Sequence[Tensor], bits: Tensor) -> None:
     """Give ``weights``, of whatever dtype, the values that `bits_of` them made."""
     values = bits.view(torch.bfloat16)

@@ -55,6 +55,7 @@ from shoal.swarm.state.snapshot_cache import MAX_SNAPSHOTS, UNUSED_S
 from shoal.swarm.topics.attestation import MAX_RECORD_BYTES
 from shoal.swarm.topics.attestation import QUOTA as ATTESTED
 from shoal.swarm.topics.evidence import EVIDENCE_PROTOCOL, MAX_BYTES
+from shoal.swarm.topics.policy_versions import POLICY_PROTOCOL
 from shoal.swarm.topics.receipts import MAX_PEERS_NAMED
 from shoal.swarm.topics.rollout import MAX_COMPLETIONS, MAX_TEXT_BYTES
 from shoal.swarm.topics.status import PER_SECOND, RECEIPTS_S, ROUNDS
@@ -123,6 +124,7 @@ def test_every_protocol_is_in_the_table():
         GOSSIP_PROTOCOL,
         SEED_PROTOCOL,
         EVIDENCE_PROTOCOL,
+        POLICY_PROTOCOL,
         LOG_PROTOCOL,
         SWARMS_PROTOCOL,
     ]

@@ -10,8 +10,10 @@ from pydantic import AfterValidator, Field, model_validator
 from shoal.node.config.setting_types import SettingsTable, spec_here
 from shoal.node.home import expanded
 from shoal.optim.methods import one_of
+from shoal.swarm.identity import is_peer_id
 
 MAX_SPEC_CHARS = 4096
+CREATOR = "creator"
 
 
 def served_by(spec: str) -> tuple[str, str]:
@@ -45,6 +47,14 @@ def _loss(name: str) -> str:
             "path/file.py:function"
         )
     return name
+
+
+def _leader(peer: str) -> str:
+    if peer != CREATOR and not is_peer_id(peer):
+        raise ValueError(
+            f"{peer[:64]!r} is no peer: write its id, as shoal status has it, or creator"
+        )
+    return peer
 
 
 class RLSettings(SettingsTable):
@@ -139,10 +149,24 @@ class RLSettings(SettingsTable):
         "default both.",
     )
 
+    publish: bool = Field(
+        default=False,
+        description="Publish the policy after each round, for nodes that follow this one; what "
+        "others download are patches.",
+    )
+    follow: Annotated[str, AfterValidator(_leader)] | None = Field(
+        default=None,
+        description="Take over the policy of this peer (its id, or creator), which has the same "
+        "rl.policy and rl.publish: when this node begins, and with only = share in each round. "
+        "Not with averaging of weights.",
+    )
+
     @model_validator(mode="after")
     def _does_something(self) -> RLSettings:
         if self.local == 0 and (self.external == 0 or self.only == "share"):
             raise ValueError(
                 "local must be at least 1 for a node that shares only, or has external = 0"
             )
+        if self.publish and self.follow:
+            raise ValueError("a node that follows another publishes no policy: leave publish out")
         return self

@@ -141,8 +141,13 @@ def make_task(settings: Settings) -> RLTask:
             f"The task rl cannot have train.{unfit}, because a policy learns from all completions "
             "of a round together, of whatever length: leave it out."
         )
-    env = load_env(settings.rl.env, settings.task.options)
     rl = settings.rl
+    if rl.follow and not settings.outer.alone:
+        raise ConfigError(
+            "A node that follows another's policy (rl.follow) cannot average weights too: leave "
+            "rl.follow out, or use --method none."
+        )
+    env = load_env(rl.env, settings.task.options)
     seed = settings.train.seed
 
     def make_policy() -> Policy:
@@ -152,5 +157,5 @@ def make_task(settings: Settings) -> RLTask:
             policy.push()
         return policy
 
-    frozen = rl.only == "share" and settings.outer.alone
+    frozen = rl.only == "share" and settings.outer.alone and not rl.follow
     return RLTask(env, make_policy, rl, seed=seed, frozen=frozen)

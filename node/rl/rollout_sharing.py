@@ -9,11 +9,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from shoal.node.config.rl_settings import CREATOR
 from shoal.node.rl.task import RLRound, RLTask
 from shoal.node.task import Task
 from shoal.node.training.resources import shares
 from shoal.swarm.membership.membership import Membership
 from shoal.swarm.topics.held_rollouts import PoolLimits
+from shoal.swarm.topics.policy_versions import PolicyFollower, PolicyPublisher, PolicyRelay
 from shoal.swarm.topics.rollout_pool import RolloutPool
 
 TTL_S = 120.0
@@ -55,7 +57,33 @@ class RolloutSharing:
             membership.gossip, task.env.knows, limits=limits, clock=now, barred=barred
         )
         me = f"{membership.swarm}:{membership.host.peer_id}"
-        task.connect(self._pool, me, self._on_round, folder)
+        self._versions = self._make_versions(membership)
+        task.connect(self._pool, me, self._on_round, folder, self._versions)
+
+    def _make_versions(
+        self, membership: Membership
+    ) -> PolicyPublisher | PolicyFollower | PolicyRelay:
+        """Return where the policy goes or comes from, by the settings."""
+        settings = self._task.settings
+        gossip = membership.gossip
+        host = membership.host
+        now = membership.directory.now
+        if settings.publish:
+            return PolicyPublisher(gossip, host, clock=now)
+        if settings.follow is None:
+            return PolicyRelay(gossip)
+        leader = settings.follow
+        if leader == CREATOR:
+            leader = membership.manifest.creator
+        return PolicyFollower(
+            gossip,
+            host,
+            leader,
+            membership.directory.addresses,
+            now,
+            always=settings.only == "share",
+            say=self._notify,
+        )
 
     def _on_round(self, round: RLRound) -> None:
         seen, unused = self._seen()
@@ -126,9 +154,18 @@ class RolloutSharing:
             "bytes_received": self._pool.bytes_received,
             "own_without_spread": task.without_spread,
             "rejected": self._rejected(),
+            **self._followed(),
         }
 
+    def _followed(self) -> dict[str, Any]:
+        """Return what was taken over of another's policy, if this node follows one."""
+        versions = self._versions
+        if not isinstance(versions, PolicyFollower):
+            return {}
+        return {"followed": {"version": versions.version, **versions.counts}}
+
     def close(self) -> None:
+        self._versions.close()
         self._pool.topic.close()
 
 

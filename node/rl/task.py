@@ -11,12 +11,14 @@ from __future__ import annotations
 import hashlib
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from shoal.node.config.rl_settings import RLSettings
 from shoal.node.rl.asked_rounds import AskedRounds
@@ -76,6 +78,17 @@ class RLRound:
     """
 
 
+class PolicyVersions(Protocol):
+    """Versions of the policy that this node publishes, or takes over from another."""
+
+    version: int
+    """Of the policy that the weights are."""
+
+    def begin_round(self, round: int, weights: Sequence[Tensor]) -> None:
+        """Publish ``weights``, or give them another's newer values."""
+        ...
+
+
 class RLTask(Task):
     """Task for the trainer.
 
@@ -102,6 +115,7 @@ class RLTask(Task):
         self._me = ""
         self._asked = AskedRounds(None, 0)
         self._on_round: Callable[[RLRound], None] = lambda round: None
+        self._versions: PolicyVersions | None = None
         self.rounds = 0
         self.cumulative = 0.0
         self._worths = 0.0
@@ -122,13 +136,15 @@ class RLTask(Task):
         me: str,
         on_round: Callable[[RLRound], None] = lambda round: None,
         folder: Path | None = None,
+        versions: PolicyVersions | None = None,
     ) -> None:
         """Share rollouts through ``sharing``.
 
         ``me``: this node in this swarm, from which its questions follow. In another swarm they are
         others, because the weights may have come along (--resume-from). ``folder``: where it notes
-        which it has asked.
+        which it has asked. ``versions``: where the policy goes, or comes from, in each round.
         """
+        self._versions = versions
         self._sharing = sharing
         self._me = me
         self._asked = AskedRounds(folder, self._number("questions", 0))
@@ -274,6 +290,9 @@ class RLTask(Task):
     # -- a round -----------------------------------------------------------------------------------
 
     def _round(self, number: int) -> Update | None:
+        if self._versions is not None:
+            trained = [each for each in self.policy.module.parameters() if each.requires_grad]
+            self._versions.begin_round(number, trained)
         if self._sharing is not None:
             self._sharing.advance(number)
         own, reward = self._write(number)
@@ -346,6 +365,14 @@ class RLTask(Task):
             claimed.append(found)
         return claimed
 
+    def _version(self, number: int) -> int:
+        """Return the version of the policy in round ``number``."""
+        if self._frozen:
+            return 0
+        if self._versions is not None and self.settings.only == "share":
+            return self._versions.version
+        return number
+
     def _share(self, number: int, index: int, completions: list[Completion]) -> None:
         assert self._sharing is not None
         logps: list[bytes] = []
@@ -360,7 +387,7 @@ class RLTask(Task):
                 index=index,
                 completions=tuple(one.text for one in completions),
                 finish=tuple(one.finish for one in completions),
-                policy_version=0 if self._frozen else number,
+                policy_version=self._version(number),
                 temperature=self.settings.temperature,
                 tokens=tuple(pack_tokens(one.tokens) for one in completions),
                 logps=tuple(logps),

@@ -194,6 +194,7 @@ ELSEWHERE = {
     "known",
     "swarm/topics/rollout.py:_parts": "message rollout, and test_message_fields",
     "swarm/topics/rollout.py:_tensor": "message rollout, and test_message_fields",
+    "optim/weight_patch.py:bits_in": "a body whose size and SHA-256 are known",
     "swarm/wire/envelope.py:_shapes": "message offer, and test_message_fields",
     "swarm/identity.py:public_key_of": "link, and every peer id of a message",
 }

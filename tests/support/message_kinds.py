@@ -221,6 +221,7 @@ OWN = {
     "view": {"table": bytes(32)},
     "verdict": {"marks": ("valid", "absent")},
     "receipts": {"work": ((OTHER, 1, 1.0, 1.0, 1, 1.0, 1),)},
+    "policy-version": {"version": 1, "links": ((bytes(32), bytes(32), 1),)},
     "change": {"parts": (ChangePart(round=1, lr=0.5, steps=1),)},
     "change-request": {"change": b"x"},
     "change-reply": {"change": b"x"},

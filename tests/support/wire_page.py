@@ -7,6 +7,7 @@ from shoal.swarm.changes import Change
 from shoal.swarm.gossip.envelope import BodyAnnouncement
 from shoal.swarm.manifest import Manifest
 from shoal.swarm.topics.attestation import Attestation
+from shoal.swarm.topics.policy_versions import PolicyVersion
 from shoal.swarm.topics.receipts import Receipts
 from shoal.swarm.topics.rollout import Rollout
 from shoal.swarm.topics.status import Status
@@ -41,6 +42,7 @@ SEALED = {
         Status,
         Announcement,
         Receipts,
+        PolicyVersion,
         Change,
     )
 }

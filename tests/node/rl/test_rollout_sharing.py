@@ -11,6 +11,7 @@ from shoal.node.rl.task import RLTask
 from shoal.node.task import Shard
 from shoal.swarm.errors import MessageError
 from shoal.swarm.identity import Identity
+from shoal.swarm.topics.rollout import Rollout
 from tests.support.clock import Clock
 from tests.support.gossip_nodes import SWARM, rollout_of
 
@@ -25,6 +26,8 @@ class Gossip:
     swarm, identity = SWARM, ME
 
     def join(self, message_type, handler, limit):
+        if message_type is not Rollout:
+            return SimpleNamespace(close=lambda: None)
         self._handler = handler
         self.counts = {"sent": 0, "unsent": 0, "received": 0, "accepted": 0, "rejected": {}}
         self.publish = lambda message: None

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shoal.node.config.rl_settings import RLSettings
-from shoal.node.config.settings import Settings
+from shoal.node.config.settings import ConfigError, Settings
 from shoal.node.rl.asked_rounds import NAME, AskedRounds
 from shoal.node.rl.environment import HELD_OUT, EnvError, Question
 from shoal.node.rl.loading import load_env, make_task
@@ -418,6 +418,47 @@ def test_a_policy_is_frozen_where_nothing_learns_or_averages(only, method, froze
         {"task": {"hooks": "rl"}, "rl": {"only": only} if only else {}, "outer": {"method": method}}
     )
     assert make_task(settings)._frozen is frozen
+
+
+def settings_of(method="none", **rl):
+    return Settings.model_validate({"task": {"hooks": "rl"}, "rl": rl, "outer": {"method": method}})
+
+
+def test_sampler_that_follows_states_the_leaders_version(tiny):
+    """Its own rounds would make its groups look newer, or older, than they are."""
+    assert not make_task(settings_of(only="share", follow="creator"))._frozen
+
+    class Followed:
+        version = 0
+
+        def begin_round(self, round, weights):
+            self.version = 10 + round // 2
+            assert [one.shape for one in weights] == [one.shape for one in trained]
+
+    trained = [one for one in tiny.module.parameters() if one.requires_grad]
+    (sharer, learner), everyone = tasks(policy=tiny, local=1, only="share")
+    learner.settings = RLSettings(held_out=20, local=1, external=0)
+    for task in (sharer, learner):
+        task.connect(everyone[0], PEERS[0], versions=Followed())
+        everyone[0].sent.clear()
+        batches = task.batches(SHARD)
+        for _ in range(4):
+            next(batches)
+        stated = [record.policy_version for record in everyone[0].sent]
+        assert stated == ([10, 10, 11, 11] if task is sharer else [0, 1, 2, 3])
+
+
+@pytest.mark.parametrize(
+    ("rl", "method", "said"),
+    [
+        ({"follow": "creator"}, "noloco", r"cannot average weights too: leave rl\.follow out"),
+        ({"follow": "creator", "publish": True}, "none", "leave publish out"),
+        ({"follow": "anna"}, "none", "'anna' is no peer: write its id, .* or creator"),
+    ],
+)
+def test_following_that_cannot_be_is_refused(rl, method, said):
+    with pytest.raises((ConfigError, ValueError), match=said):
+        make_task(settings_of(method, **rl))
 
 
 def test_a_group_that_is_off_policy_takes_no_judgement(tiny, monkeypatch):
