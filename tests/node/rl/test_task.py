@@ -281,6 +281,21 @@ def test_the_writers_view_counts_only_for_the_very_tokens(tiny):
     assert foreign(tiny).take([other], 4, 0)[0].behaviour == (None, None)
 
 
+def test_tokens_beyond_the_text_are_not_believed(tiny):
+    """Their log-probabilities would count for tokens that nobody can see."""
+    texts = [right(), "zz"]
+    rows = [[*tiny.encode(text, True), 5] for text in texts]
+    told = record(
+        texts,
+        tokens=tuple(map(pack_tokens, rows)),
+        logps=tuple(pack_logps([-1.0] * len(row)) for row in rows),
+        tokenizer=tiny.tokenizer,
+    )
+    (group,) = foreign(tiny).take([told], 4, 0)
+    assert group.behaviour == (None, None)
+    assert group.tokens == tuple(tuple(row[:-1]) for row in rows)
+
+
 def test_what_is_not_learnt_from_is_counted_under_its_reason(tiny):
     pool = foreign(tiny)
     useful = [record([right(index), "zz"], index=index) for index in range(3)]
