@@ -104,21 +104,25 @@ class PolicyPublisher:
         """Publish ``weights``, if they have changed, as version ``round``."""
         self.version = round
         bits = bits_of(weights)
-        store = self._store_for(VALUE_BYTES * bits.numel())
+        nbytes = VALUE_BYTES * bits.numel()
+        store = self._store_for(nbytes)
         digest = digest_of(bits)
         if self._newest is not None:
             older, older_bits = self._newest
             if digest == older:
                 return
             patch = encode(older_bits, bits)
-            self._links.append((older, store.put(patch), len(patch)))
+            if len(patch) < nbytes:
+                self._links.append((older, store.put(patch), len(patch)))
+            else:
+                self._links.clear()
         self._newest = digest, bits
         self._topic.publish(
             PolicyVersion(
                 swarm=self._gossip.swarm,
                 peer=self._gossip.identity.peer_id,
                 version=round,
-                nbytes=VALUE_BYTES * bits.numel(),
+                nbytes=nbytes,
                 sha256=digest,
                 links=tuple(self._links),
                 issued=self._clock(),

@@ -242,6 +242,18 @@ def test_unchanged_policy_is_not_published_again(network):
     assert len(pair.gossip.published) == 1
 
 
+def test_patch_as_large_as_the_whole_is_no_link(network):
+    """Nor is any before it: a chain that ends there leads nowhere."""
+    pair = Pair(network)
+    for round in range(3):
+        pair.train(round)
+    noise = torch.randint(-(2**15), 2**15, (VALUES,), dtype=torch.int16)
+    pair.weights = [noise.view(torch.bfloat16)]
+    pair.publisher.begin_round(3, pair.weights)
+    pair.train(4)
+    assert [len(record.links) for record in pair.gossip.published] == [0, 1, 2, 0, 1]
+
+
 def test_one_peer_gets_a_bounded_number_of_wholes(network, monkeypatch):
     """Else a node's uplink could be drained by asking again and again."""
     monkeypatch.setattr(policy_versions, "MAX_PATCH_BYTES", 0)
