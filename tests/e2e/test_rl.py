@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.waiting import until
+
 EXAMPLE = Path(__file__).parents[2] / "examples" / "add_env.py"
 QUICK = ("--set", "rl.held_out=100", "--policy", "tiny::60")
 
@@ -95,6 +97,27 @@ def test_who_joins_needs_the_environment_and_weights_may_travel_too(shoal):
     # Two fragments in each of four rounds, and at the end the steps of the first since its last.
     assert [result["exchanges"]["with_partner"] for result in results] == [9, 9]
     assert all(result["rl"]["env"] == "add_env.py:Add" for result in results)
+
+
+@pytest.mark.slow(reason="two real nodes, of which one follows the other's policy")
+def test_sampler_follows_the_policy_of_the_creator(shoal):
+    """The first version comes whole, later ones as patches, and its groups state the version."""
+    settings = shoal.toml(
+        task={"hooks": "rl"},
+        rl={"policy": "tiny:copy:60", "held_out": 20, "local": 2, "publish": True},
+        train={"steps": 0},
+        swarm={"start_when": 2},
+        outer={"method": "none"},
+    )
+    up = shoal.node("up", settings, "anna")
+    follows = ["--set", "rl.follow=creator", "--set", "rl.only=share", "--set", "rl.publish=false"]
+    joined = shoal.node("join", up.line(0, 120), "bert", *follows, "--policy", "tiny:first:60")
+    until(lambda: len(rounds(shoal, "anna")) > 60 and len(rounds(shoal, "bert")) > 20, 240)
+    shoal.interrupt(up, joined)
+    taken = shoal.result("bert")["rl"]["followed"]
+    assert taken["wholes"] >= 1
+    assert taken["patches"] > 1
+    assert 1 < taken["version"] <= rounds(shoal, "anna")[-1]["round"] + 1
 
 
 def random_model(folder):
