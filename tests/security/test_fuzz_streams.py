@@ -75,7 +75,12 @@ def changed(data, chance):
 @pytest.mark.thinned(4)
 @pytest.mark.parametrize(
     ("method", "more"),
-    [("noloco", {}), ("noloco", {"outer.fragments": 2}), ("diloco", {}), ("sparseloco", {})],
+    [
+        ("noloco", {"outer.fragments": 2}),
+        ("noloco", {"outer.lag": 0}),
+        ("diloco", {}),
+        ("sparseloco", {}),
+    ],
 )
 def test_a_third_of_a_swarm_sends_other_values(method, more):
     settings = load(None, {"outer.method": method, "outer.every": 10, **more})
