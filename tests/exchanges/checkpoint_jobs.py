@@ -14,21 +14,31 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from shoal.optim import Alone, Distributed, Mean, codec_named, method_named
+from shoal.optim.codecs.slices import Share, slices
+from shoal.optim.codecs.two_way import two_way
 from shoal.optim.exchange.base import Handle
 
 EVERY = 4
 METHODS = {
     "diloco": {}, "noloco": {"lag": 0}, "co2": {}, "sparseloco": {"codec": "topk2+ef:0.95"},
     "decoupled": {"codec": "topk2+ef:0.95", "fragments": 2, "lag": 1},
+    "diloco, two ways": {"codec": "sign+ef,back=sign+ef"},
 }  # fmt: skip
 
 
 class Echo(Alone):
-    """Exchange whose mean is the own contribution as the codec sends it."""
+    """Exchange whose mean is the own contribution as the codec sends it, and sends it back."""
 
     def start(self, mine):
         shapes = [tuple(tensor.shape) for tensor in mine.tensors]
-        mean = Mean(mine.codec.decode(mine.codec.encode(mine.tensors), shapes), 1.0, ("a",))
+        tensors = mine.codec.decode(mine.codec.encode(mine.tensors), shapes)
+        codec = two_way(mine.codec)
+        if codec is not None:
+            share = Share.of(slices(shapes))
+            average = codec.average(share, share.take(tensors))
+            codec.keep(average)
+            share.put(tensors, codec.decode_averages(average.payload, share))
+        mean = Mean(tensors, 1.0, ("a",))
         return type(
             "Ready",
             (Handle,),
@@ -56,7 +66,8 @@ def make(layout, method, seed, dtype=torch.float32):
     if "codec" in options:
         options["codec"] = codec_named(options["codec"])
     inner = torch.optim.AdamW(model.parameters(), lr=0.05)
-    return model, method_named(method).make(inner, Echo(), every=EVERY, model=model, **options)
+    made = method_named(method.partition(",")[0])
+    return model, made.make(inner, Echo(), every=EVERY, model=model, **options)
 
 
 def learn(model, opt, steps, first=0):

@@ -22,6 +22,7 @@ EACH = [
         for method in METHODS
         if (layout, method) != ("tp", "co2")
     ),
+    ("fsdp", "diloco, two ways", {}),
     *(
         (layout, "diloco", {"dtype": "bfloat16"}) for layout in LAYOUTS
     ),  # with the rounding errors of a coarse model
