@@ -2,7 +2,8 @@
 
     shares = deal(shapes, members)               # {member: Share}, the same for all members
     average = average_share(codec, shares[me], contributions)      # at its owner
-    assemble(codec, shapes, [(shares[peer], payloads[peer]) for peer in members])
+    assemble(shapes, [(shares[peer], codec.decode_averages(payloads[peer], shares[peer]))
+                      for peer in members])
 
 Each member sends every other the part of its payload that the other averages, and gets the encoded
 average back: two shares in place of a whole payload. Why it loses nothing, and what becomes of a
@@ -80,12 +81,12 @@ def average_share(
 
 
 def assemble(
-    codec: TwoWayCodec, shapes: Sequence[Shape], averages: Iterable[tuple[Share, Tensor]]
+    shapes: Sequence[Shape], averages: Iterable[tuple[Share, Sequence[Tensor]]]
 ) -> list[Tensor]:
-    """Return the mean of all, of the payloads of all shares. ValueError as ``decode``."""
+    """Return the mean of all, of the decoded averages of all shares."""
     mean = [torch.zeros(shape, device="cpu") for shape in shapes]
-    for share, payload in averages:
-        share.put(mean, codec.decode_averages(payload, share))
+    for share, values in averages:
+        share.put(mean, values)
     return mean
 
 

@@ -218,9 +218,11 @@ class GlooGroups:
         if not payloads:
             return None
         own.average = average
-        parts = [(share, payload.clone()) for share, payload in zip(shares, payloads, strict=True)]
+        parts = []
+        for share, payload in zip(shares, payloads, strict=True):
+            parts.append((share, codec.decode_averages(payload.clone(), share)))
         stated = list(zip(peers, weights, strict=True))
-        return mean_of_averages(stated, assemble(codec, own.shapes, parts))
+        return mean_of_averages(stated, assemble(own.shapes, parts))
 
     def _gathered(
         self,

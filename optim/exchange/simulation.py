@@ -306,8 +306,10 @@ def _averaged(group: tuple[str, ...], round: _Round) -> _Averaged | None:
         except ValueError:
             return None
     assert codec is not None
-    parts = [(shares[owner], average.payload) for owner, average in averages.items()]
-    return _Averaged(assemble(codec, shapes, parts), averages)
+    parts = []
+    for owner, average in averages.items():
+        parts.append((shares[owner], codec.decode_averages(average.payload, shares[owner])))
+    return _Averaged(assemble(shapes, parts), averages)
 
 
 def _read_each_other(group: tuple[str, ...], round: _Round) -> dict[str, tuple[Reading, bytes]]:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from shoal.optim.codecs.base import all_finite
+from shoal.optim.codecs.base import check_finite
 from shoal.optim.codecs.slices import Share
 from shoal.optim.codecs.two_way import Average, TwoWayCodec, named_two_way, two_way
 from shoal.optim.exchange.base import Mean
@@ -127,13 +127,9 @@ class Butterfly(ShareReduction):
             await asyncio.gather(*works)
         finally:
             await stop(*works)
-        parts = [(self._shares[owner], self._averages.payloads[owner]) for owner in owners]
-        try:
-            self._tensors = await asyncio.to_thread(assemble, codec, shapes, parts)
-        except ValueError as error:
-            raise MessageError(f"an average cannot be decoded: {error}.") from error
-        if not await asyncio.to_thread(all_finite, self._tensors):
-            raise MessageError("the mean holds NaN or infinity.")
+        values = [await asyncio.to_thread(self._values, codec, owner) for owner in owners]
+        parts = [(self._shares[owner], each) for owner, each in zip(owners, values, strict=True)]
+        self._tensors = await asyncio.to_thread(assemble, shapes, parts)
         self.averages = encode_list(self._averages.signed[owner] for owner in owners)
 
     async def _exchange(self, codec: TwoWayCodec, payload: Tensor, owner: str) -> None:
@@ -193,6 +189,19 @@ class Butterfly(ShareReduction):
             return average_share(codec, share, contributions, self._mine.unweighted_count)
         except ValueError as error:
             raise MessageError(f"the average cannot be sent: {error}.") from error
+
+    def _values(self, codec: TwoWayCodec, owner: str) -> list[Tensor]:
+        """Return the decoded averages of an owner. Raises MessageError."""
+        with self._naming(owner):
+            try:
+                values = codec.decode_averages(self._averages.payloads[owner], self._shares[owner])
+                check_finite(values, "it")
+            except ValueError as error:
+                raise MessageError(
+                    f"the average of peer {short(owner)} is not {codec.back.name}: {error}.",
+                    "damaged",
+                ) from error
+        return values
 
     async def _answer(self, stream: Stream, signed: bytes, average: Average) -> None:
         await stream.send(signed, REDUCER * self._streams.chunk_timeout)

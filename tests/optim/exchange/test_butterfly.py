@@ -46,8 +46,10 @@ def butterfly(codecs, shapes, contributions, unweighted_count=0):
             cut = codecs[peer].cut(payload, shapes, share)
             parts.append((peer, weight, codecs[peer].decode(cut, share.shapes)))
         averages[owner] = average_share(codecs[owner], share, parts, unweighted_count)
-    payloads = [(shares[owner], average.payload) for owner, average in averages.items()]
-    return assemble(next(iter(codecs.values())), shapes, payloads), averages
+    parts = []
+    for owner, average in averages.items():
+        parts.append((shares[owner], codecs[owner].decode_averages(average.payload, shares[owner])))
+    return assemble(shapes, parts), averages
 
 
 @given(SHAPES)

@@ -1,6 +1,7 @@
 """The compressed butterfly of a group: its bits, what ends it, and who is named."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -297,7 +298,9 @@ def test_a_share_that_cannot_be_used_is_named(school, monkeypatch, attempts, wro
     assert named == {liar.id}
 
 
-@pytest.mark.parametrize("how", ["another digest", "another nonce", "another signer"])
+@pytest.mark.parametrize(
+    "how", ["another digest", "another nonce", "another signer", "no values", "too short"]
+)
 def test_an_average_that_is_not_as_signed_is_refused(school, monkeypatch, attempts, how):
     peers = school.ranked(school.peers(3))
     codecs = one_codec_each(peers)
@@ -310,6 +313,13 @@ def test_an_average_that_is_not_as_signed_is_refused(school, monkeypatch, attemp
         digest = digest_of(average.payload)
         if how == "another digest":
             digest = bytes(32)
+        if how == "no values" and butterfly._me == liar.id:
+            payload = average.payload.clone()
+            payload[:128] = 255  # words that encode no block
+            average = replace(average, payload=payload)
+            digest = digest_of(payload)
+        if how == "too short" and butterfly._me == liar.id:
+            average = replace(average, payload=average.payload[:-4])
         if butterfly._me == liar.id:
             signature = signed(identity, nonce, digest)
         await answer(butterfly, stream, signature, average)
