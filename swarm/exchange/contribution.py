@@ -51,8 +51,8 @@ from shoal.optim.parameters import AveragedParameters
 from shoal.swarm.errors import MessageError, NetworkError, printable
 from shoal.swarm.exchange.pair_rounds import PairRounds
 from shoal.swarm.exchange.round_evidence import RoundEvidence
+from shoal.swarm.exchange.round_time import RoundTime
 from shoal.swarm.exchange.round_tracker import RoundTracker
-from shoal.swarm.exchange.training_time import TrainingTime
 from shoal.swarm.internal_errors import InternalError, InternalErrors, Place, TrialError
 from shoal.swarm.p2p.newest import Newest
 from shoal.swarm.wire.envelope import (
@@ -670,7 +670,7 @@ class ExchangeBase(Exchange):
         host: Host,
         rounds: PairRounds | RoundTracker,
         evidence: RoundEvidence,
-        time: TrainingTime,
+        time: RoundTime,
     ) -> None:
         self.host, self.rounds, self.evidence, self.time = host, rounds, evidence, time
         host.resource_manager.partner = evidence.knows

@@ -9,50 +9,29 @@ each round, is paid. Why: docs/internals.md, "A slow partner".
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from statistics import median_low
 
+from shoal.swarm.exchange.round_time import FIRST_RATE, FIRST_S, LEAST_S, RoundTime
 from shoal.swarm.exchange.timeouts import ExchangeTimeouts
 from shoal.swarm.p2p.newest import Newest
 
-SHARE, LONGEST_S = (
-    0.2,
-    300.0,
-)  # of the time from one round to the next, and seconds at most, that a node waits for others
 OVERLAPPED_S = 3600.0  # seconds at most that a node waits for others while that costs no training
 SEVERAL, LONGER = 4, 1.5  # times what exchanges usually hold, and what they take in all: given up
 OFTEN, FREE_S = 3, 0.5  # times the usual, and seconds at least: of no cost
-LEAST_S = (
-    1.0  # seconds that every exchange may hold training, and of the shortest round that counts
-)
-FIRST_S, FIRST_RATE = (
-    2.0,
-    62.5e3,
-)  # seconds, and bytes a second each way, of an exchange before there is a measure
 GIVES, COSTLY, COSTLY_S = 0.03, 0.15, 1.0  # parts of a round; seconds at least
 # seconds that training waits for partners which come late, before they are more than a part of its
 # time
 SPARE_S = 4.0
-LATE, LATE_S = (
-    0.25,
-    3.0,
-)  # of a round, and seconds at least, that a group's first two members wait for the others
 PARTNERS, PEERS = 16, 1024  # remembered
 
 
-class TrainingTime:
-    """The time of one node's rounds: how long each waits for others, and how much training time its
+class TrainingTime(RoundTime):
+    """The time of the rounds of a node that averages in pairs, and how much training time its
     exchanges hold. ``fragments``: sent in turn.
-
-    A round waits for others as long as is set, or in long rounds a fifth of the shorter of the last
-    two. A round is here the time from one sending of a fragment to its next, whatever else is sent
-    meanwhile.
     """
 
     def __init__(self, timeouts: ExchangeTimeouts, fragments: int) -> None:
-        self.timeouts, self._fragments = timeouts, fragments
-        self._began: dict[int, float] = {}
-        self._periods: dict[int, tuple[float, float]] = {}
+        super().__init__(timeouts, fragments)
         self.holds = Newest[str, float](PARTNERS)
         """Peer -> seconds for which the newest exchange with it held training."""
         self.took = Newest[str, float](PARTNERS)
@@ -65,43 +44,18 @@ class TrainingTime:
         self._owed = Newest[str, tuple[float, int]](PEERS)
         """Peer -> seconds that it had cost more than it gave, and the round of that."""
 
-    def begin(self, now: float, fragment: int = 0) -> float:
-        """Note that a round of ``fragment`` begins; return the seconds since its last one began,
-        infinite for the first.
-        """
-        period = now - self._began.get(fragment, float("-inf"))
-        self._began[fragment] = now
-        if period < float("inf"):
-            self._periods[fragment] = (self._periods.get(fragment, (0.0, 0.0))[1], period)
-        return period
-
-    def period(self, fragment: int = 0) -> float:
-        """Return the seconds of a round of ``fragment``; 0 while they are not known."""
-        return min(self._periods.get(fragment, (0.0, 0.0)))
-
-    def patience(self, fragment: int = 0) -> float:
-        """Return the seconds to wait for others in a round of ``fragment``."""
-        return max(self.timeouts.wait, min(self.period(fragment) * SHARE, LONGEST_S))
-
-    def limit(self, nbytes: int, fragment: int) -> float:
-        """Return how long a round may take: to form the pair or group, the transfer of ``nbytes``
-        bytes each way, its commit.
-        """
-        return self.patience(fragment) + self.timeouts.longest(nbytes) + 8 * self.timeouts.chunk
-
     def budget(self, nbytes: int, fragment: int, before: float = 0.0) -> float:
         """Return the seconds for which an exchange of ``nbytes`` bytes each way may hold training
         that has gone on ``before``.
         """
         half = min(self._round_s(fragment) / 2, self.patience(fragment))
-        if self.holds and fragment < self._fragments:
+        if self.holds:
             # At the end training waits for all of an exchange, which else goes on meanwhile.
             times = max(nbytes / median_low(self._nbytes.values()), 1.0) if self._nbytes else 1.0
             whole = LONGER * times * median_low(self.took.values()) - before if self.took else 0.0
             return max(
                 LEAST_S, SEVERAL * times * median_low(self.holds.values()), half, whole
             )  # with a contribution's trials
-        # The last average is of all weights, and so larger than what was measured.
         return max(FIRST_S, nbytes / FIRST_RATE, half) + self.timeouts.trial
 
     def awaiting(self, now: float, fragment: int) -> float:
@@ -127,10 +81,6 @@ class TrainingTime:
         self._waits[peer], self._spare = seconds, max(self._spare - seconds, 0.0)
         return max(seconds - free, 0.0)
 
-    def forming(self, fragment: int) -> float:
-        """Return the seconds for which the first members of a group wait for the others."""
-        return max(LATE * self._round_s(fragment), LATE_S)
-
     def spent(
         self,
         peer: str,
@@ -141,12 +91,11 @@ class TrainingTime:
         whole: bool,
         took: float = 0.0,
         nbytes: int = 0,
-        beside: Sequence[tuple[float, float]] = (),
     ) -> dict[str, int]:
         """Note that an exchange of ``nbytes`` each way with ``peer`` held training for ``held`` of
-        its seconds, and those of others ``beside`` it in a group: if most took half as long, the
-        line is the own. ``whole``: it was not given up. Return who is passed over for how many
-        rounds: it, or the first, now measured."""
+        its seconds. ``whole``: it was not given up. Return who is passed over for how many rounds:
+        it, or the first, now measured.
+        """
         before = dict(self.holds)
         self.holds[peer] = held
         if nbytes:
@@ -156,20 +105,15 @@ class TrainingTime:
         )  # over a satellite the first ones are dear
         others = [seconds for other, seconds in self.took.items() if other != peer]
         often = median_low(others) if others else 0.0
-        own_held, own_took = [2 * median_low(part) for part in zip(*beside, strict=True)] or (
-            0.0,
-            0.0,
-        )
-        free = max(usual, often, own_held)
+        free = max(usual, often)
         if whole:
             self.took[peer] = max(took, held)
-        costs = {peer: max(held - free, 0.0) if whole or not before or held <= own_held else held}
+        costs = {peer: max(held - free, 0.0) if whole or not before else held}
         # training went on for rounds in which this fragment was not sent, so that nobody else was
         # met with it
         if others:
             costs[peer] += (
-                max(took - held - max(self.period(fragment), often, own_took), 0.0)
-                / self._fragments
+                max(took - held - max(self.period(fragment), often), 0.0) / self._fragments
             )
         if len(before) == 1 and peer not in before:
             ((first, seconds),) = before.items()
@@ -200,7 +144,3 @@ class TrainingTime:
         owed, since = self._owed.get(peer, (0.0, round))
         given = max(round - since, 0) * GIVES * max(self._round_s(fragment), LEAST_S)
         return max(owed - given, 0.0)
-
-    def _round_s(self, fragment: int) -> float:
-        """Return the seconds of a round; 0 while they are not known."""
-        return self.period(fragment) / self._fragments

@@ -25,11 +25,11 @@ from shoal.optim.exchange.update_screen import TRUSTING, UpdateScreen
 from shoal.optim.outer.optimizer import OuterOptimizer
 from shoal.swarm.errors import NetworkError
 from shoal.swarm.exchange.context import PeerContext
+from shoal.swarm.exchange.group.deadline import GroupDeadline
 from shoal.swarm.exchange.group.exchange import GroupExchange, GroupProtocols
 from shoal.swarm.exchange.group.roster import LivenessView
 from shoal.swarm.exchange.robust import DistanceScreen
 from shoal.swarm.exchange.timeouts import ExchangeTimeouts
-from shoal.swarm.exchange.training_time import TrainingTime
 from shoal.swarm.membership.membership import Membership
 from shoal.swarm.p2p.stream import short
 from shoal.swarm.settings.outer import MAX_GROUP, OuterSettings
@@ -126,7 +126,7 @@ def _listed(names: Collection[str]) -> str:
     return ", ".join(shown) + (f" and {more} more" if more else "")
 
 
-class _EndTime(TrainingTime):
+class _EndTime(GroupDeadline):
     """The time of the last average, which follows no rounds: `until` is this node's deadline once
     its last step is done.
     """

@@ -38,8 +38,8 @@ from shoal.swarm.exchange.pair.exchange import PairExchange
 from shoal.swarm.exchange.pair.held_calls import HeldCalls
 from shoal.swarm.exchange.pair.transfer import PairTransfer
 from shoal.swarm.exchange.robust import DistanceScreen
+from shoal.swarm.exchange.round_time import RoundTime
 from shoal.swarm.exchange.timeouts import ExchangeTimeouts
-from shoal.swarm.exchange.training_time import TrainingTime
 from shoal.swarm.identity import Identity
 from shoal.swarm.p2p.host import Host
 from shoal.swarm.state import chunk_server
@@ -134,7 +134,7 @@ class Worker:
     def do_meet(self, other, screen=None, attack=None, overlap=False, **timeouts):
         # What an exchange may hold of training follows from the time of a round, and rounds of real
         # nodes take minutes.
-        TrainingTime.period = lambda *_: 4 * timeouts["wait"]
+        RoundTime.period = lambda *_: 4 * timeouts["wait"]
         self.screen = TRUSTING if screen is None else DistanceScreen(**screen)
         if attack is not None:
             self.lie(ATTACKS[attack])

@@ -31,8 +31,8 @@ from shoal.optim.exchange.pairing import order
 from shoal.swarm.exchange.context import PeerContext
 from shoal.swarm.exchange.group.exchange import GroupExchange
 from shoal.swarm.exchange.pair.exchange import PairExchange
+from shoal.swarm.exchange.round_time import RoundTime
 from shoal.swarm.exchange.timeouts import ExchangeTimeouts
-from shoal.swarm.exchange.training_time import TrainingTime
 from shoal.swarm.identity import Identity
 from shoal.swarm.p2p.host import Host
 from tests.support.records import member_of
@@ -235,7 +235,7 @@ class OnSwarm:
         # What others are waited for follows from the time of a round, and rounds of real nodes take
         # minutes.
         with (
-            mock.patch.object(TrainingTime, "period", return_value=4 * wait),
+            mock.patch.object(RoundTime, "period", return_value=4 * wait),
             ThreadPoolExecutor(len(scripts)) as pool,
         ):
             return [

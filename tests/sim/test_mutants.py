@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from shoal.optim.exchange.base import Mean
+from shoal.swarm.exchange.group.deadline import GroupDeadline
 from shoal.swarm.exchange.group.leader import GroupCommit
 from shoal.swarm.exchange.group.reduction import AllGather, PeerStreams
 from shoal.swarm.exchange.pair.calls import Caller
@@ -105,6 +106,7 @@ def no_deadline(patch):
     patch.setattr(stream.Stream, "_watch", watch)
     patch.setattr(PairTransfer, "probe", probe)
     patch.setattr(TrainingTime, "budget", lambda *args: 1e6)
+    patch.setattr(GroupDeadline, "reducing", lambda *args: 1e6)
 
 
 def held_for_ever(patch):

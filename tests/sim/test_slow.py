@@ -6,6 +6,8 @@ from functools import cache
 
 import pytest
 
+from shoal.swarm.exchange.group.attendance import Attendance
+from shoal.swarm.exchange.group.deadline import GroupDeadline
 from shoal.swarm.exchange.group.roster import LivenessView
 from shoal.swarm.exchange.training_time import TrainingTime
 from tests.sim import peers
@@ -57,6 +59,8 @@ def no_budget(patch):
     """
     patch.setattr(TrainingTime, "budget", lambda *args: 1e6)
     patch.setattr(TrainingTime, "spent", lambda *args, **options: {})
+    patch.setattr(GroupDeadline, "reducing", lambda *args: 1e6)
+    patch.setattr(Attendance, "missed", lambda *args, **options: None)
 
 
 def no_memory_of_who_was_late(patch):

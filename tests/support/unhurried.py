@@ -3,6 +3,7 @@
 import pytest
 
 from shoal.swarm.exchange import training_time
+from shoal.swarm.exchange.group import deadline
 
 
 @pytest.fixture(autouse=True)
@@ -10,5 +11,6 @@ def unhurried(monkeypatch):
     """What holds one of them up holds up all, so a round that is lost to a busy machine would say
     nothing.
     """
-    for name in ("LEAST_S", "LATE_S"):
-        monkeypatch.setattr(training_time, name, 60.0)
+    monkeypatch.setattr(training_time, "LEAST_S", 60.0)
+    for name in ("LEAST_S", "FORMING_S"):
+        monkeypatch.setattr(deadline, name, 60.0)

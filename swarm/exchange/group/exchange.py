@@ -20,7 +20,6 @@ import logging
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from shoal.optim.codecs.mod4 import check_no_pair
 from shoal.optim.exchange.base import Contribution, Mean, RoundKey
@@ -34,10 +33,11 @@ from shoal.swarm.exchange.contribution import (
     encode_contribution,
 )
 from shoal.swarm.exchange.group.butterfly import Averaged, Butterfly
+from shoal.swarm.exchange.group.deadline import GroupDeadline
 from shoal.swarm.exchange.group.decisions import DECISION_PROTOCOL, DecisionLog
 from shoal.swarm.exchange.group.leader import (
-    COSTLY,
     LEADER_PROTOCOL,
+    MISSED,
     GroupLeader,
     moved,
 )
@@ -59,7 +59,6 @@ from shoal.swarm.exchange.group.roster import (
 )
 from shoal.swarm.exchange.round_tracker import RoundTracker
 from shoal.swarm.exchange.timeouts import ExchangeTimeouts
-from shoal.swarm.exchange.training_time import TrainingTime
 from shoal.swarm.p2p.stream import Stream, short
 from shoal.swarm.p2p.tasks import first_of, stop
 from shoal.swarm.pacing.meter import TrafficMeter
@@ -68,6 +67,7 @@ from shoal.swarm.wire.messages import (
     LARGEST_GROUP,
     GroupFormed,
     GroupLost,
+    GroupReady,
     GroupReceipt,
     GroupReply,
     GroupReport,
@@ -120,13 +120,16 @@ class _RoundState:
 
 @dataclass
 class _Hold:
-    """What one attempt at a reduction holds of training, ``budget`` seconds at most."""
+    """One attempt at a reduction, and how long it may hold training. Times are the loop's."""
 
-    budget: float
     began: float
     nbytes: int
-    since: float | None = None
-    """The loop's time from which training waits for it."""
+    most: float
+    """Seconds that it has from its beginning."""
+    least: float
+    """Seconds that training waits for it in any case."""
+    ends: float | None = None
+    """When it is given up, once training waits for it."""
     late: set[str] = field(default_factory=set)
     """Members that had still to send when it was given up."""
     unheard: set[str] = field(default_factory=set)
@@ -135,22 +138,21 @@ class _Hold:
     async def limit(
         self, needed: asyncio.Event, reduction: Reduction, reducing: asyncio.Future[None]
     ) -> None:
-        """Return when the leader should have decided; at the end of the budget give up what is not
-        here.
-        """
+        """Give up what is not here at the deadline; return when the leader should have decided."""
         await needed.wait()
-        self.since = asyncio.get_running_loop().time()
-        await asyncio.wait({reducing}, timeout=self.budget)
+        now = asyncio.get_running_loop().time()
+        self.ends = max(self.began + self.most, now + self.least)
+        await asyncio.wait({reducing}, timeout=self.ends - now)
         if not reducing.done():
             self.late = reduction.give_up()
-        await asyncio.sleep(2 * self.budget)  # others, and the leader, may have other measures
+        await asyncio.sleep(2 * self.most)  # others, and the leader, may have other measures
 
-    def slept(self) -> bool:
-        """Return whether this node has been away for so long that it is no measure of others."""
-        return (
-            self.since is not None
-            and asyncio.get_running_loop().time() - self.since > 4 * self.budget
-        )
+    def slept(self, beyond: float) -> bool:
+        """Return whether this node is ``beyond`` the deadline by so many times ``most`` that it is
+        no measure of others.
+        """
+        now = asyncio.get_running_loop().time()
+        return self.ends is not None and now > self.ends + beyond * self.most
 
 
 def _taken(outcomes: tuple[Outcome, ...]) -> Mean:
@@ -184,6 +186,7 @@ class GroupExchange(ExchangeBase):
     """
 
     rounds: RoundTracker
+    time: GroupDeadline
 
     def __init__(
         self,
@@ -195,7 +198,7 @@ class GroupExchange(ExchangeBase):
         follow: bool = True,
         screen: UpdateScreen = TRUSTING,
         view: LivenessView | None = None,
-        time: TrainingTime | None = None,
+        time: GroupDeadline | None = None,
         protocols: GroupProtocols = GroupProtocols(),
     ) -> None:
         if not 2 <= max_group <= LARGEST_GROUP:
@@ -204,7 +207,7 @@ class GroupExchange(ExchangeBase):
             raise ValueError(f"fragments must be positive, got {fragments}")
         rounds = RoundTracker(fragments)
         view = LivenessView(context, fragments) if view is None else view
-        time = TrainingTime(timeouts, fragments) if time is None else time
+        time = GroupDeadline(timeouts, fragments) if time is None else time
         super().__init__(context.host, rounds, view.evidence, time)
         self._context, self._timeouts, self._screen = context, timeouts, screen
         self._view, self._largest, self._follow = view, max_group + 1, follow
@@ -271,7 +274,8 @@ class GroupExchange(ExchangeBase):
             leaders = self._view.order(self._context.seed, key.round)
             if len(leaders) < 2:
                 passed = self._view.here() - {self._context.me}
-                slow = {peer for peer in passed if self._view.costly.at(peer, key.round)}
+                turned_away = self._view.attendance.is_turned_away
+                slow = {peer for peer in passed if turned_away(peer, key.round)}
                 pending.attempt.stats.pass_over(pending.attempt.handed_in, passed, slow)
                 return
             pending.turned_away = False
@@ -304,7 +308,6 @@ class GroupExchange(ExchangeBase):
         ready = ready_message(
             pending.attempt.contribution, self._context.swarm, self._context.model, patience
         )
-        sealed = seal(ready, self._context.identity)
         self._leader.expect(ready, pending.needed)
         probe = loop.time() + max(self._timeouts.probe(patience), 0.01)
         try:
@@ -314,89 +317,109 @@ class GroupExchange(ExchangeBase):
             pending.attempt.failed(leader, error)
             self._view.mark_silent(leader)
             return
-        channel = HeartbeatChannel(stream, self._timeouts.chunk)
         try:
-            await stream.send(sealed, max(probe - loop.time(), 0.01))
-            try:
-                answer = await stream.receive(GroupReceipt.LIMIT, max(probe - loop.time(), 0.01))
-            except NetworkError:
-                self._view.mark_silent(leader)
-                raise
-            receipt = unpack(answer, GroupReceipt)
-            if receipt.verdict != "noted":
-                self._note(pending, leader, receipt)
-                return
-            self.rounds.join(ready.round, ready.fragment, leader)
-            if leader != self._context.me:
-                await self._leader.leave(ready.round, ready.fragment, leader)
-            formed: Message = await channel.receive(
-                pending.until + LINGER_S, GroupFormed, GroupReceipt
-            )
-            began = loop.time()
-            before: Roster | None = None
-            while isinstance(formed, GroupFormed):
-                group = open_roster(formed, leader, sealed, self._largest)
-                if before is not None and (
-                    before.reduction == "gather" or group.reduction != "gather"
-                ):
-                    raise MessageError(
-                        f"a group from peer {short(leader)} was refused: it asks for attempts "
-                        "without end."
-                    )
-                if leader != self._context.me and self._decisions.leads(group.nonce):
-                    raise MessageError(
-                        f"a group from peer {short(leader)} was refused: its nonce is that of a "
-                        "group led here."
-                    )
-                barred = self._view.barred(group.members) if before is None else ()
-                # The next leader may know better; a member barred later ends what it has begun.
-                if barred:
-                    raise MessageError(
-                        f"a group from peer {short(leader)} was refused: its member "
-                        f"{short(barred[0])} is banned."
-                    )
-                pending.entered = True
-                self.rounds.end(ready.round, ready.fragment)
-                # else this node, when it leads, would not wait for one that was away and is back
-                for peer in group.members:
-                    self._view.mark_awake(peer)
-                if before is not None:
-                    self._view.mark_absent(set(before.members) - set(group.members))
-                elif group.alone:
-                    for late in self._view.expected(ready.round) - set(group.members):
-                        pending.attempt.failed(late, "timeout")
-                    if (
-                        pending.needed.is_set()
-                        and began - pending.began > self.time.forming(ready.fragment) / 2
-                    ):
-                        self._view.mark_late(set(group.members), ready.round)
-                    self._view.mark_absent(self._view.here() - set(group.members))
-                again = await self._reduce(channel, group, pending, began)
-                if again is None:
-                    return
-                before, formed = group, again
-            if isinstance(formed, GroupReceipt):
-                self._note(pending, leader, formed)
+            await self._join(pending, leader, stream, ready, probe)
         except (NetworkError, MessageError) as error:
-            # An honest leader lets its members go in time. If it is much later than that, this node
-            # slept.
-            if (
-                0 <= loop.time() - pending.until - LINGER_S < self._timeouts.chunk
-                and not pending.entered
-            ):
-                self._view.mark_costly(leader, ready.round)
-            self._view.mark_absent([leader])
-            if leader != self._context.me:  # otherwise no peer failed: no other member came
-                self._context.look()  # it may have said that it leaves
-                pending.attempt.failed(leader, error)
-            elif not pending.entered and not self._leader.sought:
-                self._view.doubted |= any(
-                    member.round > ready.round for member in self._view.members().values()
-                )
-            log.info("round %d: no group with leader %s: %s", ready.round, short(leader), error)
+            self._note_failure(pending, leader, ready, error)
         finally:
             self.rounds.leave(ready.round, ready.fragment)
             stream.close()
+
+    async def _join(
+        self, pending: _RoundState, leader: str, stream: Stream, ready: GroupReady, probe: float
+    ) -> None:
+        """Wait for the leader's group, and take part in it; the leader has to answer by ``probe``,
+        the loop's time.
+
+        Raises NetworkError or MessageError.
+        """
+        loop = asyncio.get_running_loop()
+        sealed = seal(ready, self._context.identity)
+        await stream.send(sealed, max(probe - loop.time(), 0.01))
+        try:
+            answer = await stream.receive(GroupReceipt.LIMIT, max(probe - loop.time(), 0.01))
+        except NetworkError:
+            self._view.mark_silent(leader)
+            raise
+        receipt = unpack(answer, GroupReceipt)
+        if receipt.verdict != "noted":
+            self._note(pending, leader, receipt)
+            return
+        self.rounds.join(ready.round, ready.fragment, leader)
+        if leader != self._context.me:
+            await self._leader.leave(ready.round, ready.fragment, leader)
+        channel = HeartbeatChannel(stream, self._timeouts.chunk)
+        formed: Message = await channel.receive(pending.until + LINGER_S, GroupFormed, GroupReceipt)
+        began = loop.time()
+        before: Roster | None = None
+        while isinstance(formed, GroupFormed):
+            group = open_roster(formed, leader, sealed, self._largest)
+            self._check(group, before)
+            pending.entered = True
+            self.rounds.end(ready.round, ready.fragment)
+            self._note_presence(pending, group, before, began)
+            again = await self._reduce(channel, group, pending, began)
+            if again is None:
+                return
+            before, formed = group, again
+        if isinstance(formed, GroupReceipt):
+            self._note(pending, leader, formed)
+
+    def _check(self, group: Roster, before: Roster | None) -> None:
+        """Raise MessageError if this node takes no part in a group; ``before``: that of the first
+        attempt.
+        """
+        refused = f"a group from peer {short(group.leader)} was refused"
+        if before is not None and (before.reduction == "gather" or group.reduction != "gather"):
+            raise MessageError(f"{refused}: it asks for attempts without end.")
+        if group.leader != self._context.me and self._decisions.leads(group.nonce):
+            raise MessageError(f"{refused}: its nonce is that of a group led here.")
+        barred = self._view.barred(group.members) if before is None else ()
+        # The next leader may know better; a member barred later ends what it has begun.
+        if barred:
+            raise MessageError(f"{refused}: its member {short(barred[0])} is banned.")
+
+    def _note_presence(
+        self, pending: _RoundState, group: Roster, before: Roster | None, formed: float
+    ) -> None:
+        """Note who is in the group, which was ``formed`` at that time of the loop, and who is
+        missing.
+        """
+        key, members = pending.attempt.key, set(group.members)
+        # else this node, when it leads, would not wait for one that was away and is back
+        for peer in members:
+            self._view.mark_awake(peer)
+        if before is not None:
+            self._view.mark_absent(set(before.members) - members)
+        elif group.alone:
+            for late in self._view.expected(key.round) - members:
+                pending.attempt.failed(late, "timeout")
+            waited = formed - pending.began
+            if pending.needed.is_set() and waited > self.time.forming(key.fragment) / 2:
+                self._view.mark_late(members, key.round)
+            self._view.mark_absent(self._view.here() - members)
+
+    def _note_failure(
+        self,
+        pending: _RoundState,
+        leader: str,
+        ready: GroupReady,
+        error: NetworkError | MessageError,
+    ) -> None:
+        """Note that a leader brought no group."""
+        log.info("round %d: no group with leader %s: %s", ready.round, short(leader), error)
+        beyond = asyncio.get_running_loop().time() - pending.until - LINGER_S
+        # An honest leader lets its members go in time. If it is much later than that, this node
+        # slept.
+        if 0 <= beyond < self._timeouts.chunk and not pending.entered:
+            self._view.attendance.missed(leader, ready.round, held=True)
+        self._view.mark_absent([leader])
+        if leader != self._context.me:  # otherwise no peer failed: no other member came
+            self._context.look()  # it may have said that it leaves
+            pending.attempt.failed(leader, error)
+        elif not pending.entered and not self._leader.sought:
+            members = self._view.members().values()
+            self._view.doubted |= any(member.round > ready.round for member in members)
 
     async def _open(self, leader: str, addresses: Sequence[str], seconds: float) -> Stream:
         if leader != self._context.me:
@@ -435,7 +458,7 @@ class GroupExchange(ExchangeBase):
             pending.moved_to = max(
                 pending.moved_to, self.rounds.within(receipt.round, key.round, most)
             )
-        elif receipt.verdict == "busy" and receipt.reason == COSTLY:
+        elif receipt.verdict == "busy" and receipt.reason == MISSED:
             pending.turned_away = self._view.doubted = True
         elif receipt.verdict == "elsewhere" and not self._view.barred([receipt.leader or ""]):
             pending.elsewhere = receipt
@@ -472,13 +495,15 @@ class GroupExchange(ExchangeBase):
         self._streams.begin(reduction)
         reducing = asyncio.ensure_future(reduction.run())
         listening = asyncio.ensure_future(self._listen(channel, reduction, attempt, longest))
-        hold = _Hold(self.time.budget(nbytes, attempt.key.fragment), began, nbytes)
+        fragment = attempt.key.fragment
+        most, least = self.time.reducing(nbytes, fragment), self.time.least(fragment)
+        hold = _Hold(began, nbytes, most, least)
         holding = asyncio.ensure_future(hold.limit(pending.needed, reduction, reducing))
         try:
             await first_of(reducing, listening)
             if listening.done() and not reducing.done():  # the others did not wait
                 hold.unheard = reduction.give_up()
-            self._account(reduction, attempt.key, hold)
+            self._note_times(reduction, attempt.key, hold)
             if not listening.done():
                 reducing.result()
                 if attempt.commit.closed:
@@ -503,15 +528,8 @@ class GroupExchange(ExchangeBase):
             except NetworkError as error:
                 log.info("round %d: the channel to the leader broke: %s", attempt.key.round, error)
                 self._view.mark_absent([group.leader])
-                if (
-                    holding.done()
-                    and hold.since is not None
-                    and group.leader != self._context.me
-                    and not hold.slept()
-                ):
-                    self._spent(
-                        group.leader, attempt.key, loop.time() - hold.since, nbytes, whole=False
-                    )
+                if holding.done() and group.leader != self._context.me and not hold.slept(3.0):
+                    self._view.attendance.missed(group.leader, attempt.key.round, held=True)
                 sealed = await self._ask(group) if reducing.done() else None
             averages = reduction.averages
             mean = self._decisions.open(sealed, group.leader, group.nonce, averages)
@@ -550,27 +568,21 @@ class GroupExchange(ExchangeBase):
         identity = self._context.identity
         return Butterfly(self._streams, group, me, attempt, until, longest, identity=identity)
 
-    def _account(self, reduction: Reduction, key: RoundKey, hold: _Hold) -> None:
-        """Note how long training has waited for each member of the group."""
+    def _note_times(self, reduction: Reduction, key: RoundKey, hold: _Hold) -> None:
+        """Measure what the members took, and note who missed the deadline."""
         now = asyncio.get_running_loop().time()
-        # Beyond twice the budget this node itself slept meanwhile.
-        if hold.since is None or now - hold.since > 2 * hold.budget:
+        if hold.slept(1.0):
             return
-        came = dict.fromkeys(sorted(hold.unheard), now) | dict(reduction.arrived)
-        each = {peer: (max(at - hold.since, 0.0), at - hold.began) for peer, at in came.items()}
-        each |= dict.fromkeys(
-            sorted(hold.late), (hold.budget, hold.since - hold.began + hold.budget)
-        )
-        for peer, (held, took) in each.items():
-            beside = [times for other, times in each.items() if other != peer]
-            self._spent(
-                peer, key, held, hold.nbytes, whole=peer not in hold.late, took=took, beside=beside
-            )
-
-    def _spent(self, peer: str, key: RoundKey, held: float, nbytes: int, **how: Any) -> None:
-        for one in self.time.spent(peer, key.round, key.fragment, held, nbytes=nbytes, **how):
-            log.info("round %d: %s held training for too long", key.round, short(one))
-            self._view.mark_costly(one, key.round)
+        late = set(hold.late)
+        # Earlier than that the group was called off for the sake of one that is gone.
+        if now - hold.began > hold.most / 2:
+            late |= hold.unheard
+        took = [at - hold.began for at in reduction.arrived.values()]
+        # Those who are late count as well: if a line has become slow, the deadline follows.
+        self.time.measure([*took, *[now - hold.began] * len(late)], hold.nbytes)
+        for peer in sorted(late):
+            log.info("round %d: %s did not send in time", key.round, short(peer))
+            self._view.attendance.missed(peer, key.round, held=True)
 
     async def _listen(
         self, channel: HeartbeatChannel, reduction: Reduction, attempt: Attempt, until: float

@@ -6,7 +6,7 @@ A ready message is answered, and so is the leader's question where a missing pee
     noted       you are waited for, or I may still come
     passed      that round is over here; go on to ``round``
     elsewhere   I wait at another leader, whose addresses these are
-    busy        too many wait here, or you do already, or you held training for too long
+    busy        too many wait here, or you do already, or groups waited for you in vain
     refuse      our contributions differ in this, or you are barred
 
 `GroupLeader` collects, `GroupCommit` takes one group from its forming to its decision, which is
@@ -32,6 +32,7 @@ from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.exchange.context import PeerContext
 from shoal.swarm.exchange.contribution import BARRED
 from shoal.swarm.exchange.group import butterfly
+from shoal.swarm.exchange.group.deadline import GroupDeadline
 from shoal.swarm.exchange.group.decisions import DecisionLog
 from shoal.swarm.exchange.group.reduction import fits
 from shoal.swarm.exchange.group.roster import (
@@ -41,7 +42,6 @@ from shoal.swarm.exchange.group.roster import (
     encode_list,
 )
 from shoal.swarm.exchange.round_tracker import RoundTracker
-from shoal.swarm.exchange.training_time import TrainingTime
 from shoal.swarm.p2p.stream import Stream, short
 from shoal.swarm.p2p.stream_places import StreamPlaces
 from shoal.swarm.p2p.tasks import first_of, running
@@ -143,7 +143,7 @@ class GroupCommit:
             member.changed = self._changed
 
     def _passed_over(self, peer: str) -> bool:
-        return self._leader.view.costly.at(peer, self._key[0])
+        return self._leader.view.attendance.is_turned_away(peer, self._key[0])
 
     async def run(self) -> None:
         everybody, leader = self._members, self._leader
@@ -153,7 +153,7 @@ class GroupCommit:
             leader.timeouts.longest(nbytes),
         )
         self._again, until = (
-            leader.time.budget(nbytes, self._key[1]),
+            leader.time.reducing(nbytes, self._key[1]),
             self._began + leader.timeouts.moving(nbytes),
         )
         waiting = asyncio.ensure_future(self._needed.wait())
@@ -310,7 +310,7 @@ MAX_WAITING = 256  # members waiting here, over all rounds
 # noticed
 MAX_ROUNDS = 2
 CROWDED = "too many wait for this node"
-COSTLY = "exchanges with this peer held training for too long"
+MISSED = "groups waited in vain for what this peer had to send"
 LOOK_S = 0.25  # seconds between two looks at the members
 PROBE_S = 1.0  # seconds after which missing members are probed
 
@@ -341,7 +341,7 @@ class GroupLeader:
         decisions: DecisionLog,
         rounds: RoundTracker,
         view: LivenessView,
-        time: TrainingTime,
+        time: GroupDeadline,
         max_group: int,
         gather: bool,
         protocol: str = LEADER_PROTOCOL,
@@ -406,31 +406,10 @@ class GroupLeader:
             pending.changed.set()
 
     def _judge(self, peer: str, ready: GroupReady) -> GroupReceipt:
-        def reply(verdict: str, reason: str = "", round: int = ready.round) -> GroupReceipt:
-            return GroupReceipt.model_validate(
-                {"verdict": verdict, "reason": reason, "round": round}
-            )
-
-        if self.view.barred([peer]):  # it is no member here, and must not be taken for a newcomer
-            return reply("refuse", BARRED)
-        if peer != self.me and peer not in self.view.members():
-            self._context.look()
-        if ready.swarm != self._context.swarm:
-            return reply(
-                "refuse",
-                f"this node is in swarm {self._context.swarm}, the contribution is for "
-                f"{ready.swarm}",
-            )
-        if ready.model != self._context.model:
-            return reply(
-                "refuse", "the models differ in the names, shapes or types of their parameters"
-            )
-        if ready.fragment > self._rounds.fragments:  # one beyond the schedule's: the last average
-            return reply(
-                "refuse",
-                f"there are {self._rounds.fragments} fragments here, the contribution is of number "
-                f"{ready.fragment}",
-            )
+        """Return the answer to a ready message."""
+        refusal = self._refusal(peer, ready)
+        if refusal is not None:
+            return GroupReceipt(verdict="refuse", reason=refusal, round=ready.round)
         self.view.mark_awake(peer)
         if peer != self.me:
             self.view.doubted = False
@@ -439,35 +418,66 @@ class GroupLeader:
         if instead is not None:
             if peer != self.me:
                 self.view.evidence.called(peer, ready.round)
-            return reply("passed", round=instead)
+            return GroupReceipt(verdict="passed", round=instead)
         leader = self._rounds.leader(ready.round, ready.fragment)
         if leader not in (None, self.me) and peer != self.me:
             return self._elsewhere(ready.round, leader)
-        if self.view.costly.at(peer, ready.round):
-            return reply("busy", COSTLY)
+        if self.view.attendance.is_turned_away(peer, ready.round):
+            return GroupReceipt(verdict="busy", reason=MISSED, round=ready.round)
+        reason = self._difference(ready)
+        if reason is not None:
+            return GroupReceipt(verdict="refuse", reason=reason, round=ready.round)
+        crowded = self._make_room(peer, ready)
+        if crowded is not None:
+            return GroupReceipt(verdict="busy", reason=crowded, round=ready.round)
+        return GroupReceipt(verdict="noted", round=ready.round)
+
+    def _refusal(self, peer: str, ready: GroupReady) -> str | None:
+        """Return why nothing of ``peer`` is taken here, in words, or None."""
+        if self.view.barred([peer]):  # it is no member here, and must not be taken for a newcomer
+            return BARRED
+        if peer != self.me and peer not in self.view.members():
+            self._context.look()
+        if ready.swarm != self._context.swarm:
+            here = self._context.swarm
+            return f"this node is in swarm {here}, the contribution is for {ready.swarm}"
+        if ready.model != self._context.model:
+            return "the models differ in the names, shapes or types of their parameters"
+        fragments = self._rounds.fragments
+        if ready.fragment > fragments:  # one beyond the schedule's: the last average
+            return (
+                f"there are {fragments} fragments here, the contribution is of number "
+                f"{ready.fragment}"
+            )
+        return None
+
+    def _difference(self, ready: GroupReady) -> str | None:
+        """Return in what a contribution differs from this node's, or from those that wait here."""
         pending = self._pending.get((ready.round, ready.fragment))
         usual = self._usual.get(ready.fragment)
         if usual is not None:
-            usual = usual.model_copy(update={"round": ready.round})
-        elif pending is not None and pending.members:
-            usual = next(iter(pending.members.values())).ready
-        reason = None if usual is None else difference(usual, ready)
-        if reason is not None:
-            return reply("refuse", reason)
+            return difference(usual.model_copy(update={"round": ready.round}), ready)
+        if pending is not None and pending.members:
+            return difference(next(iter(pending.members.values())).ready, ready)
+        return None
+
+    def _make_room(self, peer: str, ready: GroupReady) -> str | None:
+        """Make room for one more member; return why there is none, in words, or None."""
+        pending = self._pending.get((ready.round, ready.fragment))
         rounds = sum(
             peer in other.members
             for (_, fragment), other in self._pending.items()
             if fragment == ready.fragment
         )
         if (pending is not None and peer in pending.members) or rounds >= MAX_ROUNDS:
-            return reply("busy", "this peer is waiting here already")
+            return "this peer is waiting here already"
         if pending is None and len(self._pending) >= MAX_PENDING:
             last = max(self._pending)  # nobody but a stranger is far ahead
             if last[0] <= ready.round:
-                return reply("busy", CROWDED)
+                return CROWDED
             for member in self._pending[last].members.values():
                 member.dismiss()
-        return reply("noted")
+        return None
 
     def _standing(self, peer: str, probe: GroupProbe) -> GroupReceipt:
         """Return where this node is in the round that ``peer`` leads."""

@@ -16,7 +16,7 @@ from shoal.optim.exchange.weighted_mean import counted_weights
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.exchange.context import PeerContext
 from shoal.swarm.exchange.contribution import EncodedContribution
-from shoal.swarm.exchange.passed_over import PassedOver
+from shoal.swarm.exchange.group.attendance import Attendance
 from shoal.swarm.exchange.round_evidence import RoundEvidence
 from shoal.swarm.p2p.stream import Stream, short
 from shoal.swarm.p2p.tasks import stop
@@ -38,14 +38,8 @@ class LivenessView:
         """Whether others may pass this node over: one said so, or it led in vain while they are
         further; none came to it since.
         """
-        self.late, self.costly, self._warned = (
-            PassedOver(fragments),
-            PassedOver(fragments),
-            PassedOver(fragments),
-        )
-        """Those for which rounds waited in vain, and which for a while none waits for; and those
-        whose exchanges cost more training time than they gave, and which for a while are in no
-        group here."""
+        self.attendance = Attendance(fragments)
+        """Who missed rounds, and is left out for a while."""
 
     def here(self) -> set[str]:
         return {
@@ -68,12 +62,9 @@ class LivenessView:
         return {peer for peer in self.here() if rounds.get(peer, 0) <= round}
 
     def hoped(self, round: int) -> set[str]:
-        """Return the peers in view, this node included, that are not passed over in ``round``."""
-        return {
-            peer
-            for peer in self.here()
-            if not (self.late.at(peer, round) or self.costly.at(peer, round))
-        }
+        """Return the peers in view, this node included, that are not left out of ``round``."""
+        left_out = self.attendance.is_left_out
+        return {peer for peer in self.here() if not left_out(peer, round)}
 
     def order(self, seed: int, round: int) -> list[str]:
         """Return the leaders of a round, best first.
@@ -101,16 +92,7 @@ class LivenessView:
         """
         if 2 * len(came) > len(self.here()):
             for peer in self._behind(round + self._fragments) - came:
-                self.late.missed(peer, round, 1)
-
-    def mark_costly(self, peer: str, round: int) -> None:
-        """Note a peer that held this node's training for too long.
-
-        The first time it may have slept.
-        """
-        if peer in self._warned.misses:
-            self.costly.missed(peer, round, 1)
-        self._warned.missed(peer, round)
+                self.attendance.missed(peer, round)
 
     def mark_silent(self, peer: str) -> None:
         """Note a peer that did not answer in time when it was to lead a round."""
@@ -125,8 +107,6 @@ class LivenessView:
         """
         self._absent.pop(peer, None)
         self._silent.pop(peer, None)
-        if self.late.once(peer) and peer not in self._warned.misses:  # it may have slept, that once
-            self._warned.missed(peer, self.late.misses.pop(peer)[1])
 
     def _issued(self, peers: Iterable[str]) -> dict[str, float]:
         records = self.members()

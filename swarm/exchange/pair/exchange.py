@@ -127,6 +127,7 @@ class PairExchange(ExchangeBase):
     """
 
     rounds: PairRounds
+    time: TrainingTime
 
     def __init__(
         self,

@@ -32,8 +32,9 @@ from shoal.swarm.exchange.pair.transfer import (
 )
 from shoal.swarm.exchange.pair_rounds import PairRounds
 from shoal.swarm.exchange.round_evidence import RoundEvidence
+from shoal.swarm.exchange.round_time import LEAST_S
 from shoal.swarm.exchange.timeouts import ExchangeTimeouts
-from shoal.swarm.exchange.training_time import LEAST_S, TrainingTime
+from shoal.swarm.exchange.training_time import TrainingTime
 from shoal.swarm.internal_errors import InternalError
 from shoal.swarm.p2p.stream import Stream, short
 from shoal.swarm.p2p.tasks import first_of, race, running

@@ -4,8 +4,8 @@ import pytest
 
 from shoal.optim.codecs.floats import FLOAT32
 from shoal.swarm.exchange.group.leader import moved
+from shoal.swarm.exchange.round_time import LONGEST_S, RoundTime
 from shoal.swarm.exchange.timeouts import LARGEST_S, LEAST_RATE, ExchangeTimeouts
-from shoal.swarm.exchange.training_time import LONGEST_S, TrainingTime
 from shoal.swarm.pacing.progress import MAX_EXTENSION_S, SLOWEST_BYTES_PER_S
 from shoal.swarm.state.offers import MAKE_S, making_s
 from shoal.swarm.state.progress import FETCH_S
@@ -35,7 +35,7 @@ def test_in_a_group_everybody_gets_what_all_others_send(members, times):
 
 
 def rounds_at(*times):
-    found = TrainingTime(TIMEOUTS, 1)
+    found = RoundTime(TIMEOUTS, 1)
     for now in times:
         found.begin(now)
     return found

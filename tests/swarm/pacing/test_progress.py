@@ -12,8 +12,8 @@ from shoal.optim.exchange.base import Contribution
 from shoal.swarm.exchange.context import PeerContext
 from shoal.swarm.exchange.group.exchange import GroupExchange
 from shoal.swarm.exchange.pair.exchange import PairExchange
+from shoal.swarm.exchange.round_time import FIRST_RATE
 from shoal.swarm.exchange.timeouts import ExchangeTimeouts
-from shoal.swarm.exchange.training_time import FIRST_RATE
 from shoal.swarm.pacing.progress import (
     MAX_EXTENSION_S,
     SLOWEST_BYTES_PER_S,

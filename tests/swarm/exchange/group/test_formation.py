@@ -12,10 +12,10 @@ from shoal.optim import BFLOAT16, RoundKey
 from shoal.optim.exchange.base import Contribution
 from shoal.swarm.exchange.context import PeerContext
 from shoal.swarm.exchange.group import leader as group_lead
+from shoal.swarm.exchange.group.deadline import GroupDeadline
 from shoal.swarm.exchange.group.exchange import GroupExchange
 from shoal.swarm.exchange.group.leader import LEADER_PROTOCOL, PendingGroup
 from shoal.swarm.exchange.timeouts import ExchangeTimeouts
-from shoal.swarm.exchange.training_time import TrainingTime
 from shoal.swarm.wire.messages import GroupReady
 from tests.support.pair_peers import at_once
 
@@ -41,7 +41,7 @@ def test_the_patience_in_a_round_is_that_of_its_fragment(school):
     two = school.peers(2, fragments=3)
     asked = []
 
-    class Recording(TrainingTime):
+    class Recording(GroupDeadline):
         def begin(self, now, fragment=0):
             asked.append(("begin", fragment))
             return super().begin(now, fragment)
@@ -353,8 +353,8 @@ def test_passed_over_leader_asks_before_leading_again(school):
     late, *others = three = school.peers(3, wait=2.0)
     for peer in others:
         for round in (0, 1):
-            peer.exchange._view.late.missed(late.id, round, 1)
-            assert late.id not in peer.exchange._view.order(0, round + 1)
+            peer.exchange._view.attendance.missed(late.id, round)
+        assert late.id not in peer.exchange._view.order(0, 2)
     led, round, later = [round for round in range(2, 32) if school.ranked(three, round)[0] is late][
         :3
     ]
@@ -366,25 +366,25 @@ def test_passed_over_leader_asks_before_leading_again(school):
     school.until(lambda: second.waiting(round) == 1)
     assert school.values([handle, *(peer.start(round, 1.0) for peer in others)]) == [2.0] * 3
     assert view.doubted
-    other.exchange._view.late.misses.clear()
+    other.exchange._view.attendance._misses.clear()
     handle = other.start(later, 1.0)  # it takes it for the leader again, so it is
     school.until(lambda: not view.doubted)
     assert school.values([handle, late.start(later, 3.0)]) == [2.0, 2.0]
 
 
-def test_costly_peer_does_not_wait_for_nobody(school):
-    """Who is turned away as too costly does not wait for those who come to nobody."""
-    costly, *others = three = school.peers(3, wait=500.0)
+def test_who_is_turned_away_does_not_wait(school):
+    """It would wait for those who come to nobody."""
+    missing, *others = three = school.peers(3, wait=500.0)
     for peer in others:
         for round in (0, 1):
-            peer.exchange._view.costly.missed(costly.id, round, 1)
-    leads = {round: school.ranked(three, round)[0] is costly for round in range(2, 32)}
+            peer.exchange._view.attendance.missed(missing.id, round, held=True)
+    leads = {round: school.ranked(three, round)[0] is missing for round in range(2, 32)}
     turned_away = next(round for round in leads if not leads[round])
     for round in (
         turned_away,
         next(later for later in leads if leads[later] and later > turned_away),
     ):
-        assert costly.start(round, 9.0).result() is None
+        assert missing.start(round, 9.0).result() is None
 
 
 def test_two_suffice_when_the_wait_is_over(school):

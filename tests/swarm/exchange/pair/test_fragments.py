@@ -35,8 +35,9 @@ from shoal.swarm.exchange.pair.state import PairingAttempt, Step
 from shoal.swarm.exchange.pair.transfer import PairTransfer
 from shoal.swarm.exchange.pair_rounds import PairRounds
 from shoal.swarm.exchange.passed_over import TERMS
+from shoal.swarm.exchange.round_time import SHARE
 from shoal.swarm.exchange.timeouts import ExchangeTimeouts
-from shoal.swarm.exchange.training_time import SHARE, TrainingTime
+from shoal.swarm.exchange.training_time import TrainingTime
 from shoal.swarm.state.catch_up import in_step
 from shoal.swarm.wire.envelope import unpack
 from shoal.swarm.wire.messages import Answer

@@ -17,12 +17,10 @@ from shoal.swarm.exchange.pair.state import PairingAttempt, PairState
 from shoal.swarm.exchange.pair.transfer import PartnerContribution
 from shoal.swarm.exchange.pair_rounds import PairRounds
 from shoal.swarm.exchange.round_evidence import RoundEvidence
+from shoal.swarm.exchange.round_time import FIRST_RATE, FIRST_S, LEAST_S
 from shoal.swarm.exchange.timeouts import ExchangeTimeouts
 from shoal.swarm.exchange.training_time import (
-    FIRST_RATE,
-    FIRST_S,
     GIVES,
-    LEAST_S,
     OFTEN,
     PARTNERS,
     PEERS,
@@ -165,11 +163,6 @@ def test_first_budget_follows_the_bytes():
     """Before there is a measure the budget is for the bytes also of the last average."""
     assert timed().budget(0, 0) == FIRST_S
     assert timed().budget(3 * 10**6, 0) == 3 * 10**6 / FIRST_RATE > 3 * 8 / 1.0  # 3 MB at 1 Mbit/s
-    time = timed({0: 3.0})
-    time.holds.update(one=0.5)
-    assert (
-        time.budget(3 * 10**6, 1) == 3 * 10**6 / FIRST_RATE
-    )  # beyond the fragments of the schedule
 
 
 def test_rare_waits_are_spared():
@@ -341,18 +334,3 @@ def test_who_is_waited_for_in_vain_is_passed_over():
     assert time.cost("peer", 0, 0, 0.5) == 0
     assert time.cost("peer", 1, 0, 1.0) == math.ceil((0.5 - 2 * GIVES + 1.0) / (2 * GIVES))
     assert time.cost("other", 1, 0, 0.9) == 0
-
-
-def test_what_most_of_a_group_took_is_the_own_lines():
-    time = timed({0: 10.0})
-    for one in ("one", "other", "third"):
-        time.spent(one, 0, 0, 0.1, whole=True, took=0.1)
-    near, far = (0.1, 0.1), (4.5, 6.0)
-    assert time.spent("peer", 1, 0, 8.0, whole=True, took=9.0, beside=[far, far]) == {}
-    assert time.spent("peer", 1, 0, 8.0, whole=False, took=9.0, beside=[far, far]) == {}
-    assert time.spent("peer", 1, 0, 8.0, whole=True, took=9.0, beside=[near, far]).keys() == {
-        "peer"
-    }  # one more does not excuse it
-    assert time.spent(
-        "fourth", 1, 0, 8.0, whole=False, took=9.0, beside=[(3.9, 6.0)] * 2
-    ).keys() == {"fourth"}
