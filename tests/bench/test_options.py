@@ -17,6 +17,7 @@ from bench import (
     checkpoint,
     eclipse,
     exchange,
+    gossip,
     latency,
     light,
     overlap,
@@ -39,6 +40,7 @@ from shoal.node.training import meter
 REFUSED = {
     eclipse: ["--hostile 1", "--captured 2", "--peers 5", "--entries 0"],
     exchange: ["--mb 0", "--mb x", "--rtt 0", "--against smoke", "--repeats 0"],
+    gossip: ["--nodes x", "--attack smoke"],
     latency: ["--samples 1", "--runs x", "--peers 1"],
     light: ["--peers 1", "--processes 0", "--period 30", "--share 0"],
     overlap: [
