@@ -36,11 +36,12 @@ from torch._C._distributed_c10d import PrefixStore
 
 from shoal.optim.codecs.base import Codec, all_finite
 from shoal.optim.codecs.floats import FLOAT32
-from shoal.optim.codecs.mod4 import check_no_pair, for_pairs
+from shoal.optim.codecs.mod4 import Mod4Codec, check_no_pair, for_pairs
+from shoal.optim.codecs.pair_message import PairMessage, Reading
 from shoal.optim.codecs.two_way import two_way
 from shoal.optim.exchange.base import Contribution, Exchange, Handle, Mean, NoPartner, RoundKey
 from shoal.optim.exchange.gloo_groups import GIVEN_UP, GlooGroups, Payload
-from shoal.optim.exchange.pairing import groups
+from shoal.optim.exchange.pairing import chains, groups
 from shoal.optim.exchange.store_consensus import (
     ProcessCoordinates,
     RoundTicket,
@@ -73,6 +74,8 @@ class _Round(Handle):
     offer: StoreOffer | None
     payload: Payload | None
     limit: float
+    chain: tuple[int, ...] = ()
+    """The peers of the round in the order of their chain, if they are one."""
     finished: threading.Event = field(default_factory=threading.Event)
     mean: Mean | None = None
     learn: Callable[[], None] | None = None
@@ -111,7 +114,8 @@ class Distributed(Exchange):
 
     Args:
         group: the ranks; None: all.
-        size: peers that average in a round, grouped anew each time (``groups``); 2: pairs. 0: all.
+        size: peers that average in a round, grouped anew each time (``groups``); 2: pairs, and of
+            an odd number of peers the last three as a chain. 0: all.
         seed: of the pairing; the same for all.
         shards: processes of one peer, consecutive ranks. Each exchanges its own part of the model
             (FSDP2) or its copy (DDP) with those at the same place in the other peers.
@@ -252,8 +256,12 @@ class Distributed(Exchange):
         if self._broken or not self._closing.alive:
             return NoPartner()
         run = hashlib.sha256(key.run.encode()).hexdigest()[:16]
+        chain: tuple[int, ...] = ()
         if members is None:
-            peers = self._pairing.group_of(self.peer, key.round)
+            group = self._pairing.group_of(self.peer, key.round)
+            if self._pairing.size == 2 and len(group) == 3:
+                chain = group
+            peers = tuple(sorted(group))
             what = "fragment"
             use = self._kept.begin(key)
         else:
@@ -262,7 +270,7 @@ class Distributed(Exchange):
             use = self._kept.uses(key)
         name = f"round {key.round}, {what} {key.fragment} of {run}, {use}, {peers[0]}"
         limit = self._limit * (1 + len(self._pending))
-        round = _Round(key, RoundTicket(name, peers), offer, payload, limit)
+        round = _Round(key, RoundTicket(name, peers), offer, payload, limit, chain)
         self._pending.append(round)
         self._queue.put(round)
         return round
@@ -305,38 +313,43 @@ class Distributed(Exchange):
         mean: Mean | str = GIVEN_UP
         began = time.monotonic()
         try:
-            mean = self._mean(ticket, members, offer, payload)
+            mean = self._mean(round, members, offer, payload)
         finally:
             # The bytes arrive at about the same time everywhere, so a member that votes much later
             # is dead.
             limit = min(CONFIRM_S, self._timeout) + time.monotonic() - began
             counts = self._consensus.agree(ticket, members, isinstance(mean, Mean), limit)
-            # Members of a small group hardly ever meet again, and each group has sockets.
-            if not counts or (self._pairing.size > 2 and not self._pairing.is_of_all):
+            if not counts or not self._pairing.meet_again(members):
                 self._gloo.drop(members)
         if not isinstance(mean, Mean) or not counts:
             reason = mean if isinstance(mean, str) else GIVEN_UP
             logger.warning("no mean in %s: %s.", ticket.label, reason)
             return None
         pairs = for_pairs(payload.codec)
-        if pairs and payload.message and payload.read:
-            round.learn = functools.partial(pairs[0].learn, payload.message, payload.read)
+        if pairs and payload.message:
+            round.learn = functools.partial(_learn, pairs[0], payload.message, payload.readings)
         codec = two_way(payload.codec)
         if codec is not None and payload.average is not None:
             round.learn = functools.partial(codec.keep, payload.average)
         return mean
 
     def _mean(
-        self, ticket: RoundTicket, members: tuple[int, ...], offer: StoreOffer, payload: Payload
+        self, round: _Round, members: tuple[int, ...], offer: StoreOffer, payload: Payload
     ) -> Mean | str:
         """Move the bytes; return the mean, or the reason why there is none."""
         consensus = self._consensus
+        ticket = round.ticket
+        if round.chain and round.chain[1] not in members:
+            return "the middle of a chain of three did not come"
         offers = consensus.offers(ticket, members)
         for other in offers:
             if other.what != offer.what:
                 return f"peers sent {offer.what} and {other.what}; all must be set up alike"
         weights = [other.weight for other in offers]
-        mean = self._gloo.mean(ticket, members, weights, payload, lambda: consensus.over(ticket))
+        chain = round.chain if len(members) == len(round.chain) else ()
+        mean = self._gloo.mean(
+            ticket, members, weights, payload, lambda: consensus.over(ticket), chain
+        )
         if isinstance(mean, Mean) and offer.state:
             mean = replace(mean, states=consensus.states(ticket, members))
         return mean
@@ -352,11 +365,24 @@ class _Pairing:
         self._peers = [str(number) for number in range(peers)]
 
     def group_of(self, me: str, round: int) -> tuple[int, ...]:
-        """Return the peers that average with this one in the round, itself among them."""
-        for group in groups(self._seed, round, self._peers, self.size):
+        """Return the peers that average with this one in the round, itself among them; three as a
+        chain in their order.
+        """
+        if self.size == 2 and not self.is_of_all:
+            drawn = chains(self._seed, round, self._peers)
+        else:
+            drawn = groups(self._seed, round, self._peers, self.size)
+        for group in drawn:
             if me in group:
-                return tuple(sorted(map(int, group)))
+                return tuple(map(int, group))
         raise AssertionError("every peer is in a group")
+
+    def meet_again(self, members: tuple[int, ...]) -> bool:
+        """Return whether these are likely to meet again: a group of them has sockets.
+
+        Members of a small group, or of a chain in a larger job, hardly ever do.
+        """
+        return self.is_of_all or len(members) == 2 or len(members) == len(self._peers)
 
 
 class _KeptRounds:
@@ -395,6 +421,11 @@ def _encoded(tensors: Sequence[Tensor], codec: Codec) -> Payload:
         message = pairs[0].post([tensor.clone() for tensor in tensors], pairs[1])
         return Payload(message.payload, shapes, codec, message=message)
     return Payload(codec.encode(tensors), shapes, codec)
+
+
+def _learn(codec: Mod4Codec, message: PairMessage, readings: Sequence[Reading]) -> None:
+    for reading in readings:
+        codec.learn(message, reading)
 
 
 def _offer(payload: Payload, weight: float, state: tuple[float, ...] = ()) -> StoreOffer:

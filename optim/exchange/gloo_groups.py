@@ -8,7 +8,7 @@ Who the members are, and whether their mean counts: `shoal.optim.exchange.store_
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from threading import Event
 from typing import Any
@@ -31,7 +31,7 @@ from shoal.optim.codecs.buffer_tail import BufferTailCodec
 from shoal.optim.codecs.floats import FLOAT32
 from shoal.optim.codecs.pair_message import PairMessage, Reading
 from shoal.optim.codecs.two_way import Average, TwoWayCodec, two_way
-from shoal.optim.exchange.averaging import mean_of, pair_mean
+from shoal.optim.exchange.averaging import mean_of, middle_mean, pair_mean
 from shoal.optim.exchange.base import Mean
 from shoal.optim.exchange.butterfly import (
     applies,
@@ -65,8 +65,10 @@ class Payload:
     """How many of the first tensors get a plain mean."""
     message: PairMessage | None = None
     """What reads the partner's contribution, if the codec is one for pairs."""
-    read: Reading | None = None
-    """The partner's contribution, once it is here: the codec learns from it if the round counts."""
+    readings: list[Reading] = field(default_factory=list)
+    """The partners' contributions, once they are here: the codec learns from them if the round
+    counts.
+    """
     average: Average | None = None
     """What this process has sent back of its share: the codec keeps it if the round counts."""
 
@@ -99,12 +101,13 @@ class GlooGroups:
         weights: Sequence[float],
         own: Payload,
         over: Callable[[], bool],
+        chain: tuple[int, ...] = (),
     ) -> Mean | str:
         """Return the weighted mean of the members' contributions; or the reason why there is none.
 
         It has the same bits on all members; with a codec for pairs each side's is its own.
         ``weights`` are in the order of ``members``. ``over`` is polled and ends the waiting. The
-        payload is overwritten.
+        payload is overwritten. ``chain``: the members in their order, if they are a chain.
         """
         # A group with an operation in it cannot be closed, and deleting it would block: keep it
         # until gloo is done.
@@ -117,7 +120,9 @@ class GlooGroups:
             plain = (
                 own.plain and any(weights) and not (own.unweighted_count and len(set(weights)) > 1)
             )
-            if plain and (len(members) > 2 or weights[0] == weights[1]):
+            if chain:
+                mean = self._chain_mean(group, members, chain, weights, own, over)
+            elif plain and (len(members) > 2 or weights[0] == weights[1]):
                 mean = self._summed(group, members, weights, own, over)
             elif own.message is not None:
                 mean = self._pair_mean(group, members, weights, own, own.message, over)
@@ -175,19 +180,98 @@ class GlooGroups:
         payloads = self._gather(group, own.data, 2, over)
         if not payloads:
             return None
-        own.read = message.read(payloads[theirs])
-        refused_here = pack((~own.read.kept).view(torch.uint8), 1)
-        refused = self._gather(group, refused_here, 2, over)
+        reading = message.read(payloads[theirs])
+        own.readings = [reading]
+        refused = self._gather(group, _refused(reading), 2, over)
         if not refused:
             return None
         return pair_mean(
             TRUSTING,
             0,
             (str(members[mine]), weights[mine], message),
-            (str(members[theirs]), weights[theirs], own.read),
+            (str(members[theirs]), weights[theirs], reading),
             refused[theirs].numpy().tobytes(),
             own.unweighted_count,
         )
+
+    def _chain_mean(
+        self,
+        group: Gloo,
+        members: tuple[int, ...],
+        chain: tuple[int, ...],
+        weights: Sequence[float],
+        own: Payload,
+        over: Callable[[], bool],
+    ) -> Mean | None:
+        """Return what this peer takes of a chain of three: the mean with the middle, or of the
+        middle with both ends; None if the round is over.
+
+        All three get all payloads: of a job that has no swarm's bytes to save.
+        """
+        payloads = self._gather(group, own.data, 3, over)
+        if not payloads:
+            return None
+        place = chain.index(self._process.peer)
+        neighbours = [members.index(peer) for peer in chain[:place][-1:] + chain[place + 1 :][:1]]
+        mine = members.index(self._process.peer)
+        message = own.message
+        if message is None:
+            # Each is computed in place.
+            means = [
+                self._mean_with(
+                    other, [payload.clone() for payload in payloads], members, weights, own
+                )
+                for other in neighbours
+            ]
+        else:
+            own.readings = [message.read(payloads[other]) for other in neighbours]
+            refused = self._refused_in_chain(group, own.readings, over)
+            if not refused:
+                return None
+            means = []
+            for other, reading in zip(neighbours, own.readings, strict=True):
+                # The middle has a row for each end, and an end one for the middle.
+                row = 1 if place == 2 else 0
+                means.append(
+                    pair_mean(
+                        TRUSTING,
+                        0,
+                        (str(members[mine]), weights[mine], message),
+                        (str(members[other]), weights[other], reading),
+                        refused[other][row].numpy().tobytes(),
+                        own.unweighted_count,
+                    )
+                )
+        if len(means) == 1:
+            return means[0]
+        tensors = self._decoded(own, payloads[mine]) if message is None else message.tensors()
+        return middle_mean(own.codec, tensors, weights[mine], means, own.unweighted_count)
+
+    def _mean_with(
+        self,
+        other: int,
+        payloads: Sequence[Tensor],
+        members: tuple[int, ...],
+        weights: Sequence[float],
+        own: Payload,
+    ) -> Mean:
+        """Return the mean with one other member, from all payloads, which are used up."""
+        me = self._process.peer
+        received = [
+            (str(members[at]), weights[at], self._decoded(own, payloads[at]))
+            for at in sorted((members.index(me), other))
+        ]
+        return mean_of(TRUSTING, own.codec, str(me), 0, received, own.unweighted_count)
+
+    def _refused_in_chain(
+        self, group: Gloo, readings: Sequence[Reading], over: Callable[[], bool]
+    ) -> list[Tensor]:
+        """Return what each member refused: a row for each of its neighbours, an end's second one
+        empty; no members if the round is over.
+        """
+        rows = [_refused(reading) for reading in readings]
+        rows += [torch.zeros_like(rows[0])] * (2 - len(rows))
+        return self._gather(group, torch.stack(rows), 3, over)
 
     def _averaged(
         self,
@@ -311,3 +395,8 @@ class GlooGroups:
             pause()
         work.wait()
         return True
+
+
+def _refused(reading: Reading) -> Tensor:
+    """Return the blocks that this process refused, as bits."""
+    return pack((~reading.kept).view(torch.uint8), 1)

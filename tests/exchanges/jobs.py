@@ -205,6 +205,21 @@ def one_round(values, codecs=None, weights=None, wait=30.0, exchange_timeout=20.
     }
 
 
+def chain_without(absent):
+    """Exchange once in pairs while a rank takes no part; return the mean and its members."""
+    exchange = Distributed(size=2, wait=30.0, exchange_timeout=20.0)
+    key = RoundKey("run", 0)
+    try:
+        if dist.get_rank() == absent:
+            exchange.absent(key)
+            return None
+        values = torch.tensor([float(dist.get_rank())])
+        mean = exchange.start(Contribution(key, [values])).result()
+        return None if mean is None else [mean.tensors[0].tolist(), list(mean.members)]
+    finally:
+        exchange.close()
+
+
 def dies_in_transfer(rank, exchange):
     if rank == 2:
         GlooGroups._sum = lambda *arguments: os.kill(os.getpid(), signal.SIGKILL)

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from shoal.optim import Distributed, Simulation
+from shoal.optim.exchange.pairing import chains
 
 JOBS = Path(jobs.__file__)
 
@@ -24,6 +25,30 @@ def test_training_in_pairs_ends_with_the_bits_of_the_simulation(ranks, codec):
     found = ranks(4).call(JOBS, "training", method="NoLoCo", size=2, codec=codec)
     assert found == [expected[name] for name in names]
     assert len({tuple(members) for rank in found for members in rank["members"]}) > 2
+
+
+@pytest.mark.parametrize(("peers", "codec"), [(3, "float32"), (3, "mod4"), (5, "int8+matrices")])
+def test_odd_number_in_pairs_equals_the_simulation(ranks, peers, codec):
+    """The last three of a round are a chain: nobody is left over."""
+    names = [str(number) for number in range(peers)]
+    expected = Simulation(names, seed=5).run(
+        lambda exchange: jobs.train(int(exchange.peer), exchange, "NoLoCo", codec=codec)
+    )
+    found = ranks(peers).call(JOBS, "training", method="NoLoCo", size=2, codec=codec)
+    assert found == [expected[name] for name in names]
+    assert all(len(members) in (2, 3) for rank in found for members in rank["members"])
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_chain_goes_on_without_an_end(ranks, place):
+    """The two that are left exchange if one of them is its middle."""
+    (chain,) = chains(0, 0, ["0", "1", "2"])
+    absent = int(chain[place])
+    here = sorted({0, 1, 2} - {absent})
+    found = ranks(3).call(JOBS, "chain_without", absent=absent)
+    pair = [[sum(here) / 2], [str(rank) for rank in here]]
+    expected = [pair if place != 1 and rank in here else None for rank in range(3)]
+    assert found == expected
 
 
 @pytest.mark.parametrize("shards", [1, 2])
