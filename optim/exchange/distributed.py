@@ -114,8 +114,8 @@ class Distributed(Exchange):
 
     Args:
         group: the ranks; None: all.
-        size: peers that average in a round, grouped anew each time (``groups``); 2: pairs, and of
-            an odd number of peers the last three as a chain. 0: all.
+        size: peers that average in a round, grouped anew each time (``groups``); 2: pairs, or a
+            chain of three. 0: all.
         seed: of the pairing; the same for all.
         shards: processes of one peer, consecutive ranks. Each exchanges its own part of the model
             (FSDP2) or its copy (DDP) with those at the same place in the other peers.
