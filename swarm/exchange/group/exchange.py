@@ -482,14 +482,10 @@ class GroupExchange(ExchangeBase):
                 "the leader asks for an all-reduce, in which no contribution can be screened by "
                 "itself."
             )
-        nbytes, loop = (
-            moved(attempt.contribution.payload.nbytes, len(group.members)),
-            asyncio.get_running_loop(),
-        )
-        until, longest = (
-            formed + self._timeouts.moving(nbytes),
-            formed + self._timeouts.longest(nbytes),
-        )
+        loop = asyncio.get_running_loop()
+        nbytes = moved(attempt.contribution.payload.nbytes, len(group.members))
+        until = formed + self._timeouts.moving(nbytes)
+        longest = formed + self._timeouts.longest(nbytes)
         reduction = self._reduction(group, attempt, until, longest)
         began = loop.time()
         self._streams.begin(reduction)
@@ -538,24 +534,31 @@ class GroupExchange(ExchangeBase):
             await stop(reducing, listening, holding)
         if sealed is not None and mean:
             self._decisions.remember(group.nonce, sealed)
-            included = mean & group.places([self._context.me])
-            # The weights of several groups differ by design; a node that shows none has none to
-            # compare.
-            them = group.at(mean) if group.alone and attempt.contribution.sketch is not None else ()
-            self.sketches = {
-                peer: group.readies[peer].sketch for peer in them if peer != self._context.me
-            }
-            if (
-                included
-                and not mean & ~reduction.places()
-                and attempt.commit.commit(outcome := reduction.result(mean))
-            ):
-                others = set(group.at(mean)) - {self._context.me}
-                attempt.stats.done(attempt.handed_in, others, loop.time() - began)
-                self.evidence.met(others, attempt.key.round)
-                # Now, for until training asks for it all payloads would be held.
-                await asyncio.to_thread(outcome)
+            await self._take(mean, reduction, attempt, began)
         return None
+
+    async def _take(self, mean: int, reduction: Reduction, attempt: Attempt, began: float) -> None:
+        """Hand over the ``mean`` (a bit a member) of a decision, if this node is in it, holds all
+        of it, and training still waits for it.
+        """
+        group, me = reduction.group, self._context.me
+        # The weights of several groups differ by design, and a node that shows none has none to
+        # compare.
+        comparable = group.alone and attempt.contribution.sketch is not None
+        compared = set(group.at(mean)) - {me} if comparable else set()
+        self.sketches = {peer: group.readies[peer].sketch for peer in compared}
+        included = mean & group.places([me])
+        held = not mean & ~reduction.places()
+        if not included or not held:
+            return
+        outcome = reduction.result(mean)
+        if not attempt.commit.commit(outcome):
+            return
+        others = set(group.at(mean)) - {me}
+        attempt.stats.done(attempt.handed_in, others, asyncio.get_running_loop().time() - began)
+        self.evidence.met(others, attempt.key.round)
+        # Now, for until training asks for it all payloads would be held.
+        await asyncio.to_thread(outcome)
 
     def _reduction(
         self, group: Roster, attempt: Attempt, until: float, longest: float
