@@ -61,7 +61,7 @@ async def send_frames(gossip, topic, *envelopes):
     neighbours = gossip.neighbours
     for neighbour in list(neighbours._linked.values()):
         for envelope in envelopes:
-            number = neighbours._topics.index(topic.name)
+            number = neighbours._own.topics.index(topic.name)
             await neighbour.stream.send(frame_of(number, envelope), 10)
 
 

@@ -6,6 +6,7 @@ import contextlib
 
 import pytest
 
+from shoal.swarm.gossip import neighbour_faults
 from shoal.swarm.gossip import neighbours as module
 from shoal.swarm.gossip.frames import GossipTopics, frame_of, greet
 from shoal.swarm.p2p.rate_limit import RateLimit
@@ -91,28 +92,15 @@ def test_a_liar_is_slowed_dropped_and_remembered(start):
     swarm = start(3, views=LINE)
     liar, middle, far = swarm.all
     liar.swallow()
-    most = module.FAULTS.messages
+    most = neighbour_faults.FAULTS.messages
     liar.send(*(liar.envelope(number, author=far) for number in range(3 * most)))
     swarm.run(most * module.FAULT_PAUSE_S / 2)
     assert 0 < middle.rejected("forged") < most, "it is slowed"
     swarm.run(60.0)
     assert middle.rejected("forged") == most + 1
     assert liar.peer not in middle.linked
-    swarm.run(module.SHUNNED_S)
+    swarm.run(neighbour_faults.SHUNNED_S)
     assert liar.peer in middle.linked, "not for ever"
-
-
-def test_many_keys_of_one_range_are_remembered_by_it(start, monkeypatch):
-    monkeypatch.setattr(module.Neighbours, "_place_of", lambda self, neighbour: "10.0.0.0/16")
-    swarm = start(3, views=LINE)
-    liar, middle, far = swarm.all
-    of_range = middle.gossip.neighbours._faults_of_range
-    of_range.take("10.0.0.0/16", module.FAULTS_OF_RANGE.messages, 0)
-    liar.send(liar.envelope(1, author=far))
-    swarm.run(2.0)
-    assert liar.peer not in middle.linked
-    assert middle.gossip.neighbours._is_shunned("another key", "10.0.7.7")
-    assert not middle.gossip.neighbours._is_shunned("another key", "10.1.7.7")
 
 
 def test_what_a_stranger_sends_is_not_read(start):
@@ -213,10 +201,14 @@ def test_nobody_is_blamed_for_what_it_could_not_know(start):
             data = author.envelope(number, encoding=encoding)
             await author.linked[other.peer].stream.send(frame_of(0, data), 10.0)
 
-    for number in range(2 * module.FAULTS.messages):
+    for number in range(2 * neighbour_faults.FAULTS.messages):
         author.host.start(sent(number))
     swarm.run(10.0)
-    assert middle.rejected("replayed") == far.rejected("replayed") == 2 * module.FAULTS.messages
+    assert (
+        middle.rejected("replayed")
+        == far.rejected("replayed")
+        == 2 * neighbour_faults.FAULTS.messages
+    )
     assert far.peer in middle.linked
     assert middle.peer in far.linked
 
