@@ -17,7 +17,6 @@ from shoal.node.config.node_settings import default_identity_path
 from shoal.node.config.settings import ConfigError
 from shoal.node.console import dumps, plural
 from shoal.node.console import table as grid
-from shoal.node.data.tokenizer import BYTES
 from shoal.node.tasks.text_size import BYTE_VOCABULARY, TextSize, is_within
 from shoal.swarm.access.address import address_problem
 from shoal.swarm.access.link import Link
@@ -76,6 +75,8 @@ async def _until_stopped(seed: Seed) -> None:
 VARIABLE = "SHOAL_SEEDS"
 MAX_SEEDS = 16
 MAX_FILE_BYTES = 64 * 1024
+BYTES = "bytes"
+"""`shoal.node.data.tokenizer.BYTES`, whose module imports torch."""
 
 
 def seeds_file() -> Path:
