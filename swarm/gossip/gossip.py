@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-import threading
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -32,12 +31,12 @@ from shoal.swarm.gossip.bodies import FETCH_S, MAX_STORED, BodyFetcher, BodyStor
 from shoal.swarm.gossip.envelope import (
     Body,
     BodyAnnouncement,
-    BoundedQueue,
     Encoding,
     Opened,
 )
 from shoal.swarm.gossip.frames import topic_of
 from shoal.swarm.gossip.neighbours import Members, Neighbours
+from shoal.swarm.gossip.outbox import Outbox
 from shoal.swarm.identity import Identity
 from shoal.swarm.p2p.counters import Counters
 from shoal.swarm.p2p.newest import Newest
@@ -50,7 +49,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 REMEMBERED = 32_768  # messages, and records in them, that are recognised when they come again
-OUTBOX = (256, 32 << 20)  # messages and bytes that wait to be published
 AGAIN_S = 0.1  # between two looks whether the daemon is back, and after an error of this node
 # Of authors whose membership was not read yet: messages that wait for it, and how long.
 MAX_UNKNOWN = 32
@@ -184,10 +182,8 @@ class Topic(Generic[M]):
         self._quotas = TokenBuckets(quota, gossip.clock)
         # Digests of envelopes, and contents of records.
         self._seen = Newest[bytes, None](REMEMBERED)
-        self._outbox: BoundedQueue[M] = BoundedQueue(*OUTBOX)
+        self._outbox = Outbox[M]()
         self.sealed = b""  # the record that the handler is called with, as it was signed
-        self._settled = threading.Condition()  # guards the next one
-        self._unsettled = 0  # messages that were neither published nor given up yet
         self._running: Future[None] = self._host.submit(self._run())
 
     @property
@@ -216,9 +212,7 @@ class Topic(Generic[M]):
             raise MessageError(
                 f"This node cannot publish a {message.KIND} of another {message.AUTHOR}.", "forged"
             )
-        with self._settled:
-            dropped = len(self._outbox.put(message, len(pack(message))))
-            self._unsettled += 1 - dropped
+        dropped = self._outbox.put(message, len(pack(message)))
         self.counters.add("unsent", dropped)
 
     def flush(self, seconds: float) -> bool:
@@ -227,8 +221,7 @@ class Topic(Generic[M]):
 
         For a node that is about to leave. Not for the host's own thread.
         """
-        with self._settled:
-            return self._settled.wait_for(lambda: self._unsettled <= 0, seconds)
+        return self._outbox.wait_until_settled(seconds)
 
     def listeners(self, timeout: float = 5.0) -> tuple[str, ...]:
         """Return the neighbours that take part in the topic.
@@ -367,9 +360,7 @@ class Topic(Generic[M]):
             except Exception as error:
                 self._host.internal_errors.caught("gossip", error)
                 self.counters.add("unsent")
-            with self._settled:
-                self._unsettled -= 1
-                self._settled.notify_all()
+            self._outbox.settle()
 
     async def _publish(self, message: M) -> None:
         loop = asyncio.get_running_loop()

@@ -20,6 +20,7 @@ from shoal.swarm.gossip.bodies import (
 )
 from shoal.swarm.gossip.envelope import BodyAnnouncement, BoundedQueue
 from shoal.swarm.gossip.gossip import Gossip
+from shoal.swarm.gossip.outbox import MAX_MESSAGES
 from shoal.swarm.identity import Identity
 from shoal.swarm.internal_errors import InternalErrors
 from shoal.swarm.manifest import swarm_id
@@ -356,7 +357,7 @@ def test_unpublishable_record_is_given_up(host, pool, monkeypatch):
 
 
 def test_what_the_outbox_dropped_is_not_waited_for(host, pool):
-    publish(pool, module.OUTBOX[0] + 5)
+    publish(pool, MAX_MESSAGES + 5)
     host.allow()
     assert pool.topic.flush(LONG)
-    assert pool.counts["sent"] + pool.counts["unsent"] == module.OUTBOX[0] + 5
+    assert pool.counts["sent"] + pool.counts["unsent"] == MAX_MESSAGES + 5
