@@ -113,8 +113,8 @@ class RolloutSharing:
         them were of no use to it, by reason, the most frequent first.
         """
         counts = Counter(self._rejected())
-        seen = self._task.written + self._task.foreign.used + counts.total()
-        counts[OWN_WITHOUT_SPREAD] = self._task.without_spread
+        seen = self._task.totals.written + self._task.foreign.used + counts.total()
+        counts[OWN_WITHOUT_SPREAD] = self._task.totals.without_spread
         return seen, {reason: count for reason, count in counts.most_common() if count}
 
     def _rejected(self) -> dict[str, int]:
@@ -141,18 +141,18 @@ class RolloutSharing:
         return {
             "env": task.env.label,
             "policy": task.settings.policy,
-            "rounds": task.rounds,
+            "rounds": task.totals.rounds,
             "held_out": task.settings.held_out,
             "first_reward": None if loss_first is None else 1.0 - loss_first,
             "final_reward": None if loss_last is None else 1.0 - loss_last,
-            "cumulative_reward": task.cumulative,
-            "effective_sample_size": task.worth,
+            "cumulative_reward": task.totals.reward,
+            "effective_sample_size": task.totals.mean_worth(),
             **{name: counts[name] for name in ("sent", "unsent", "received", "accepted")},
             "used": learnt.used,
             "waiting": counts["held"] + learnt.waiting,
             "bytes_sent": self._pool.bytes_sent,
             "bytes_received": self._pool.bytes_received,
-            "own_without_spread": task.without_spread,
+            "own_without_spread": task.totals.without_spread,
             "rejected": self._rejected(),
             **self._followed(),
         }

@@ -8,7 +8,6 @@ it in one step. It never waits for the network.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,9 +20,9 @@ import torch
 from torch import Tensor
 
 from shoal.node.config.rl_settings import RLSettings
-from shoal.node.rl.asked_rounds import AskedRounds
-from shoal.node.rl.environment import HELD_OUT, Env, EnvError, Question
+from shoal.node.rl.environment import HELD_OUT, Env, Question
 from shoal.node.rl.objective import load_loss, make_objective
+from shoal.node.rl.own_questions import OwnQuestions
 from shoal.node.rl.policy import Completion, Policy, frozen_copy
 from shoal.node.rl.remote_rollouts import RemoteRollouts
 from shoal.node.rl.update import RolloutGroup, Update, loss_of, make_update
@@ -37,8 +36,6 @@ from shoal.swarm.topics.rollout_pool import RolloutPool
 
 log = logging.getLogger(__name__)
 
-DRAWS_PER_ROUND = 1000
-"""Attempts at questions that are not held out."""
 EVALUATED_AT_ONCE = 256
 """Prompts answered together in an evaluation."""
 
@@ -78,6 +75,28 @@ class RLRound:
     """
 
 
+@dataclass
+class RoundTotals:
+    """Sums over this node's rounds so far, for the result."""
+
+    rounds: int = 0
+    reward: float = 0.0
+    """Of each round's mean."""
+    written: int = 0
+    """Groups that this node drew, but for planted ones."""
+    without_spread: int = 0
+    """Those of them with equal rewards."""
+    worth: float = 0.0
+    """Of the updates whose worth (`RLRound.worth`) is known."""
+    updates_with_worth: int = 0
+
+    def mean_worth(self) -> float | None:
+        """Return the mean worth of an update; None while none is known."""
+        if self.updates_with_worth == 0:
+            return None
+        return self.worth / self.updates_with_worth
+
+
 class PolicyVersions(Protocol):
     """Versions of the policy that this node publishes, or takes over from another."""
 
@@ -108,22 +127,13 @@ class RLTask(Task):
         self.env = env
         self.settings = settings
         self._make_policy = make_policy
-        self._seed = seed
         self._frozen = frozen
         self._sharing: RolloutPool | None = None
         self._claiming: Claiming = lambda policy, seed, index: None
-        self._me = ""
-        self._asked = AskedRounds(None, 0)
+        self.questions = OwnQuestions(env, seed)
         self._on_round: Callable[[RLRound], None] = lambda round: None
         self._versions: PolicyVersions | None = None
-        self.rounds = 0
-        self.cumulative = 0.0
-        self._worths = 0.0
-        self._measured = 0
-        self.written = 0
-        """Groups that this node drew, but for planted ones."""
-        self.without_spread = 0
-        """Those of them with equal rewards."""
+        self.totals = RoundTotals()
         self.foreign: RemoteRollouts
         self._pending: RLRound | None = None
         self._reference: Policy | None = None
@@ -146,8 +156,7 @@ class RLTask(Task):
         """
         self._versions = versions
         self._sharing = sharing
-        self._me = me
-        self._asked = AskedRounds(folder, self._number("questions", 0))
+        self.questions = self.questions.of_node(me, folder)
         self._on_round = on_round
 
     def claim(self, claiming: Claiming) -> None:
@@ -184,12 +193,12 @@ class RLTask(Task):
         """
         # Questions are made, not assigned: all nodes may ask whatever they like.
         del shard
-        self._asked.begin(step)
+        self.questions.begin(step)
         self.foreign = RemoteRollouts(
             self.env,
             self.policy,
             self.held_out_prompts,
-            seed=self._number("choice", 0),
+            seed=self.questions.number("choice", 0),
             group=self.settings.group,
             max_tokens=self.max_tokens,
             corrected=self._corrects,
@@ -213,8 +222,8 @@ class RLTask(Task):
             )
         assert self._pending is not None
         if worth is not None:
-            self._worths += worth
-            self._measured += 1
+            self.totals.worth += worth
+            self.totals.updates_with_worth += 1
         self._on_round(replace(self._pending, worth=worth, loss=float(loss.detach())))
         return loss
 
@@ -261,32 +270,6 @@ class RLTask(Task):
     def held_out_prompts(self) -> frozenset[str]:
         return frozenset(question.prompt for question in self.held_out)
 
-    def _number(self, what: str, number: int) -> int:
-        """Return a number below 2^62, so that no own question has the held-out seed."""
-        text = f"shoal/rl/1:{self._seed}:{self._me}:{what}:{number}"
-        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 2
-
-    def _questions(self, round: int) -> list[tuple[int, Question]]:
-        """Return indices and questions of this round, none held out.
-
-        EnvError if there seem to be no others.
-        """
-        found: list[tuple[int, Question]] = []
-        seed = self._number("questions", 0)
-        block = self._asked.ask(round)
-        index = block * DRAWS_PER_ROUND
-        while len(found) < self.settings.local:
-            question = self.env.made.question(seed, index)
-            if question.prompt not in self.held_out_prompts:
-                found.append((index, question))
-            index += 1
-            if index >= (block + 1) * DRAWS_PER_ROUND:
-                raise EnvError(
-                    f"Of {DRAWS_PER_ROUND} questions of {self.env.label!r} hardly one is not held "
-                    "out: make it ask more different questions, or set rl.held_out lower."
-                )
-        return found
-
     # -- a round -----------------------------------------------------------------------------------
 
     def _round(self, number: int) -> Update | None:
@@ -302,8 +285,8 @@ class RLTask(Task):
             own = []
         else:
             others = self.foreign.take(came, self.settings.external, number)
-        self.rounds += 1
-        self.cumulative += reward or 0.0
+        self.totals.rounds += 1
+        self.totals.reward += reward or 0.0
         used = self.foreign.newest if others else ()
         self._pending = RLRound(round=number, reward=reward, own=len(own), used=used)
         if not own and not others:
@@ -314,7 +297,7 @@ class RLTask(Task):
 
     def _write(self, number: int) -> tuple[list[RolloutGroup], float | None]:
         """Write and share the own groups of a round; return them and the mean of their rewards."""
-        asked = self._questions(number)
+        asked = self.questions.of_round(number, self.settings.local, self.held_out_prompts)
         if not asked:
             return [], None
         claimed = self._claim(asked)
@@ -327,11 +310,11 @@ class RLTask(Task):
             if not is_planted:
                 group = self._judged(question, completions)
                 groups.append(group)
-                self.without_spread += not has_spread(group.rewards)
+                self.totals.without_spread += not has_spread(group.rewards)
                 rewards += group.rewards
             if self._sharing is not None and self.settings.only != "learn":
                 self._share(number, index, completions)
-        self.written += len(groups)
+        self.totals.written += len(groups)
         return groups, sum(rewards) / len(rewards) if rewards else None
 
     def _completions(
@@ -345,7 +328,7 @@ class RLTask(Task):
             self.settings.group,
             temperature=self.settings.temperature,
             max_tokens=self.max_tokens,
-            seed=self._number("completions", number),
+            seed=self.questions.number("completions", number),
         )
 
     def _judged(self, question: Question, completions: list[Completion]) -> RolloutGroup:
@@ -357,9 +340,8 @@ class RLTask(Task):
     def _claim(self, asked: list[tuple[int, Question]]) -> list[Claimed]:
         """Write the first groups of a round, as many as claims are due."""
         claimed: list[Claimed] = []
-        seed = self._number("questions", 0)
         for index, _ in asked:
-            found = self._claiming(self.policy, seed, index)
+            found = self._claiming(self.policy, self.questions.seed, index)
             if found is None:
                 break
             claimed.append(found)
@@ -383,7 +365,7 @@ class RLTask(Task):
                 env=self.env.label,
                 env_version=self.env.made.version,
                 env_config=self.env.config,
-                seed=self._number("questions", 0),
+                seed=self.questions.seed,
                 index=index,
                 completions=tuple(one.text for one in completions),
                 finish=tuple(one.finish for one in completions),
@@ -399,9 +381,3 @@ class RLTask(Task):
                 "a group of completions was not shared, for no message holds it: lower "
                 "rl.max_tokens or rl.group"
             )
-
-    # -- results -----------------------------------------------------------------------------------
-
-    @property
-    def worth(self) -> float | None:
-        return self._worths / self._measured if self._measured else None

@@ -134,7 +134,7 @@ DIGESTS = {
     "node/data/sharding.py:stable_hash",
     "node/data/sharding.py:is_held_out",
     "node/rl/gym.py:Gym.question",
-    "node/rl/task.py:RLTask._number",
+    "node/rl/own_questions.py:OwnQuestions.number",
     "node/batches.py:LoadedBatches._begin_epoch",
     "node/verify/material.py:seed_of",
     "optim/experimental/sparta.py:chosen",

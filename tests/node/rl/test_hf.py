@@ -262,5 +262,5 @@ def test_a_whole_round_of_a_real_model(monkeypatch):
     trainer = Trainer(task, OuterSettings(method="none"), TrainSettings(steps=1))
     trainer.connect(trainer.opt.exchange, "run", Shard(0, 1, 0))
     trainer.run()
-    assert task.rounds == 1
+    assert task.totals.rounds == 1
     assert 0 <= trainer.evaluate() <= 1

@@ -135,7 +135,7 @@ def test_each_round_says_which_groups_were_of_no_use(tiny, monkeypatch):
     sharing.gossip.deliver(group(3, "zz", "zz"))
     sharing.gossip.deliver(group(4, "yy", "yy"))
     update = next(batches)
-    equal = sharing.task.without_spread
+    equal = sharing.task.totals.without_spread
     sharing.task.loss(sharing.task.model(), update)
     (event,) = sharing.events
     unused = {"no_spread": 2, **({"own_no_spread": equal} if equal else {})}

@@ -103,8 +103,8 @@ def test_two_nodes_learn_by_themselves_and_from_each_other():
     assert {peer for round in rounds for peer, _ in round.used} == {PEERS[1]}
     assert {round.own for round in rounds} == {2}
     assert first.foreign.used > 20
-    assert 0 < first.worth <= 1
-    assert 0 < first.cumulative < 40
+    assert 0 < first.totals.mean_worth() <= 1
+    assert 0 < first.totals.reward < 40
 
 
 def test_resumed_rl_run_goes_on_alike(tiny):
@@ -230,10 +230,12 @@ def test_no_question_of_a_round_is_held_out(tiny):
         "strings", {"families": "last", "letters": 2, "longest": 3}
     )  # 8 questions in all
     task = RLTask(env, lambda: tiny, RLSettings(held_out=5, local=4), seed=1)
-    assert not {question.prompt for _, question in task._questions(0)} & task.held_out_prompts
+    asked = task.questions.of_round(0, 4, task.held_out_prompts)
+    assert len(asked) == 4
+    assert not {question.prompt for _, question in asked} & task.held_out_prompts
     greedy = RLTask(env, lambda: tiny, RLSettings(held_out=500), seed=1)
     with pytest.raises(EnvError, match="hardly one is not held out"):
-        greedy._questions(0)
+        greedy.questions.of_round(0, 4, greedy.held_out_prompts)
 
 
 def foreign(policy, **changes):
@@ -639,15 +641,16 @@ def test_claimed_group_is_shared_and_learnt_from(policy):
     ]  # the same questions
     assert groups[0].tokens == tuple(one.tokens for one in claims.written[0])
     assert list(other.inbox[0].completions) == [one.text for one in claims.written[0]]
-    assert [record.index for record in other.inbox] == [index for index, _ in task._questions(0)]
-    assert claims.asked == [(other.inbox[0].seed, index) for index, _ in task._questions(0)[:2]]
+    asked = task.questions.of_round(0, task.settings.local, task.held_out_prompts)
+    assert [record.index for record in other.inbox] == [index for index, _ in asked]
+    assert claims.asked == [(other.inbox[0].seed, index) for index, _ in asked[:2]]
     # The rest is what the policy writes of the rest.
     rest = policy.generate(
         [group.prompt for group in groups[1:]],
         8,
         temperature=task.settings.temperature,
         max_tokens=12,
-        seed=task._number("completions", 0),
+        seed=task.questions.number("completions", 0),
     )
     assert [group.tokens for group in groups[1:]] == [
         tuple(one.tokens for one in part) for part in rest
@@ -659,7 +662,8 @@ def test_planted_group_is_shared_but_not_learnt(policy):
     claims = Claims(True, False)
     task, other, _ = claiming_task(policy, claims)
     groups, reward = task._write(0)
-    asked = [question.prompt for _, question in task._questions(0)]
+    drawn = task.questions.of_round(0, task.settings.local, task.held_out_prompts)
+    asked = [question.prompt for _, question in drawn]
     assert [group.prompt for group in groups] == asked[1:]
     assert [list(record.completions) for record in other.inbox[:2]] == [
         [one.text for one in part] for part in claims.written
@@ -677,7 +681,7 @@ def test_round_of_planted_groups_learns_nothing(policy):
     assert next(batches) is None
     assert task.loss(policy.module, None).item() == 0
     assert (rounds[0].own, rounds[0].reward) == (0, None)
-    assert task.cumulative == 0
+    assert task.totals.reward == 0
     next(batches)
     task.loss(policy.module, None)
     assert rounds[1].own == 1
