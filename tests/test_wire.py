@@ -14,8 +14,9 @@ from shoal.swarm.changes import CHANGE_PROTOCOL
 from shoal.swarm.exchange.cost import ALL_REDUCED
 from shoal.swarm.exchange.group.decisions import DECISION_PROTOCOL
 from shoal.swarm.exchange.group.leader import LEADER_PROTOCOL
-from shoal.swarm.exchange.group.reduction import PART, PAYLOAD_PROTOCOL
+from shoal.swarm.exchange.group.reduction import PART
 from shoal.swarm.exchange.group.roster import BEATS
+from shoal.swarm.exchange.group.streams import PAYLOAD_PROTOCOL
 from shoal.swarm.exchange.pair.calls import EXCHANGE_PROTOCOL
 from shoal.swarm.exchange.pair.transfer import OUTCOME_PROTOCOL
 from shoal.swarm.gossip.bodies import BODY_PROTOCOL

@@ -12,7 +12,8 @@ import torch
 from shoal.optim.exchange.base import Mean
 from shoal.swarm.exchange.group.deadline import GroupDeadline
 from shoal.swarm.exchange.group.leader import GroupCommit
-from shoal.swarm.exchange.group.reduction import AllGather, PeerStreams
+from shoal.swarm.exchange.group.reduction import AllGather
+from shoal.swarm.exchange.group.streams import PeerStreams
 from shoal.swarm.exchange.pair.calls import Caller
 from shoal.swarm.exchange.pair.exchange import Averaged, PairExchange
 from shoal.swarm.exchange.pair.held_calls import HeldCalls

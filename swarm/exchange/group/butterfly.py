@@ -33,15 +33,15 @@ from shoal.optim.exchange.butterfly import (
 )
 from shoal.swarm.errors import MessageError
 from shoal.swarm.exchange.group.reduction import (
+    AVERAGES_CHUNKS,
     PART,
-    REDUCER,
-    SENDER,
+    SENDER_CHUNKS,
     Attempt,
     Outcome,
-    PeerStreams,
     ShareReduction,
 )
 from shoal.swarm.exchange.group.roster import Roster, encode_list, open_list
+from shoal.swarm.exchange.group.streams import PeerStreams
 from shoal.swarm.identity import Identity
 from shoal.swarm.p2p.stream import Stream, short
 from shoal.swarm.p2p.tasks import stop
@@ -142,7 +142,9 @@ class Butterfly(ShareReduction):
             await self._send(stream, cut)
             # It waits for the shares of all members: the leader notices one that has died.
             signed = await stream.receive(GroupAverage.LIMIT + ENVELOPE, self._left())
-            average = await self._received(stream, nbytes, REDUCER * self._streams.chunk_timeout)
+            average = await self._received(
+                stream, nbytes, AVERAGES_CHUNKS * self._streams.chunk_timeout
+            )
             check_average(signed, owner, self._swarm, self.group.nonce, average)
             self._averages.signed[owner] = signed
             self._averages.payloads[owner] = average
@@ -204,18 +206,18 @@ class Butterfly(ShareReduction):
         return values
 
     async def _answer(self, stream: Stream, signed: bytes, average: Average) -> None:
-        await stream.send(signed, REDUCER * self._streams.chunk_timeout)
+        await stream.send(signed, AVERAGES_CHUNKS * self._streams.chunk_timeout)
         await self._send(stream, average.payload)
 
     async def _cut_of(self, peer: str, nbytes: int) -> Tensor:
         """Return a member's part of this node's share."""
         self._awaited.add(peer)
-        silence = SENDER * self._streams.chunk_timeout
+        silence = SENDER_CHUNKS * self._streams.chunk_timeout
         with self._naming(peer):
             stream = await self._called_by(peer, silence)
             cut = await self._received(stream, nbytes, silence)
         self._awaited.discard(peer)
-        self._has_arrived(peer)
+        self._note_arrival(peer)
         return cut
 
     @contextlib.contextmanager
@@ -231,7 +233,7 @@ class Butterfly(ShareReduction):
         data = payload.numpy().data
         for start in range(0, len(data), PART):
             part = bytes(data[start : start + PART])
-            await stream.send(part, REDUCER * self._streams.chunk_timeout)
+            await stream.send(part, AVERAGES_CHUNKS * self._streams.chunk_timeout)
 
     async def _received(self, stream: Stream, nbytes: int, silence: float) -> Tensor:
         payload = torch.empty(nbytes, dtype=torch.uint8, device="cpu")

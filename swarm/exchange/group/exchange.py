@@ -3,9 +3,11 @@ many peers.
 
 A member does this in a round; several rounds may be in flight at once, one for each fragment:
 
-    find the leader   the first in the order of (seed, round, peer id) that answers
+    find the leader   the first in the order of (seed, round, peer id) that answers; this node may
+                      lead itself, or be sent on to another leader
     join              send it a signed ready message; it forms the group (`leader`)
-    collect           the contributions, by gathering or by an all-reduce (`reduction`)
+    collect           the contributions, by gathering or as shares (`reduction`, `butterfly`); if
+                      one is lost the leader may ask once more, to gather
     apply             the leader's signed decision
 
 It ends with the mean of one set of contributions, that of the decision, or with its own alone,
@@ -42,12 +44,10 @@ from shoal.swarm.exchange.group.leader import (
     moved,
 )
 from shoal.swarm.exchange.group.reduction import (
-    PAYLOAD_PROTOCOL,
     AllGather,
     AllReduce,
     Attempt,
     Outcome,
-    PeerStreams,
     Reduction,
 )
 from shoal.swarm.exchange.group.roster import (
@@ -57,6 +57,7 @@ from shoal.swarm.exchange.group.roster import (
     open_roster,
     ready_message,
 )
+from shoal.swarm.exchange.group.streams import PAYLOAD_PROTOCOL, PeerStreams
 from shoal.swarm.exchange.round_tracker import RoundTracker
 from shoal.swarm.exchange.timeouts import ExchangeTimeouts
 from shoal.swarm.p2p.stream import Stream, short
@@ -83,8 +84,16 @@ class GroupProtocols:
     payload: str = PAYLOAD_PROTOCOL
 
 
-TRIED = 8  # leaders tried in one round
-LINGER_S = 1.0  # seconds beyond a member's patience that its leader's last message may take
+TRIED = 8
+"""Leaders tried in one round."""
+LINGER_S = 1.0
+"""Seconds for which a member still waits for its leader's message when its own patience is over."""
+ANSWER_CHUNKS = 4
+"""Chunk deadlines for which a leader's decision is awaited beyond the time of the reduction."""
+# So many times its length beyond a deadline this node slept itself, and blames nobody: for members
+# that sent late, and for a leader, which waits for others.
+SLEPT_BESIDE_MEMBERS = 1.0
+SLEPT_BESIDE_LEADER = 3.0
 
 log = logging.getLogger(__name__)
 
@@ -112,22 +121,23 @@ class _RoundState:
     elsewhere: GroupReceipt | None = None
     """The answer of a peer that is itself in the group of another leader."""
     moved_to: int = 0
-    """A later round in which the swarm is with this fragment."""
-    turned_away: bool = False  # by a better leader: nobody would come to this node
+    """The later round that the swarm has reached for this fragment; 0: none."""
+    turned_away: bool = False
+    """A leader has left this node out of its round, so nobody would come to one that it leads."""
     needed: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once training waits for the outcome."""
 
 
 @dataclass
-class _Hold:
-    """One attempt at a reduction, and how long it may hold training. Times are the loop's."""
+class _ReductionDeadline:
+    """How long one reduction may hold training. Times are the loop's."""
 
     began: float
     nbytes: int
-    most: float
-    """Seconds that it has from its beginning."""
-    least: float
-    """Seconds that training waits for it in any case."""
+    most_s: float
+    """That it has from its beginning."""
+    least_s: float
+    """For which training waits for it in any case."""
     ends: float | None = None
     """When it is given up, once training waits for it."""
     late: set[str] = field(default_factory=set)
@@ -141,22 +151,23 @@ class _Hold:
         """Give up what is not here at the deadline; return when the leader should have decided."""
         await needed.wait()
         now = asyncio.get_running_loop().time()
-        self.ends = max(self.began + self.most, now + self.least)
+        self.ends = max(self.began + self.most_s, now + self.least_s)
         await asyncio.wait({reducing}, timeout=self.ends - now)
         if not reducing.done():
             self.late = reduction.give_up()
-        await asyncio.sleep(2 * self.most)  # others, and the leader, may have other measures
+        # A member's or the leader's deadline may be longer than this node's.
+        await asyncio.sleep(2 * self.most_s)
 
     def slept(self, beyond: float) -> bool:
-        """Return whether this node is ``beyond`` the deadline by so many times ``most`` that it is
-        no measure of others.
+        """Return whether this node is ``beyond`` times ``most_s`` past its deadline: then it slept
+        itself.
         """
         now = asyncio.get_running_loop().time()
-        return self.ends is not None and now > self.ends + beyond * self.most
+        return self.ends is not None and now > self.ends + beyond * self.most_s
 
 
 def _taken(outcomes: tuple[Outcome, ...]) -> Mean:
-    """Return the mean that training takes."""
+    """Return the mean, now that training takes it; what an owner of a share owes is then kept."""
     outcome = outcomes[0]
     mean = outcome()
     if isinstance(outcome, Averaged):
@@ -244,9 +255,6 @@ class GroupExchange(ExchangeBase):
         meeting = self.meet(attempt)
         return ExchangeHandle(self, attempt, meeting, _taken, nbytes)
 
-    def _blame(self, key: tuple[int, int], peer: str) -> None:
-        self.stats.failed(RoundKey(self._context.swarm, *key), peer, "suspicious")
-
     async def meet(self, attempt: Attempt) -> Outcome | None:
         """Take part in a round. Returns None if this node goes on with its own contribution."""
         loop, fragment = asyncio.get_running_loop(), attempt.key.fragment
@@ -257,7 +265,7 @@ class GroupExchange(ExchangeBase):
         needed = pending.needed
         attempt.commit.when_awaited(lambda: loop.call_soon_threadsafe(needed.set))
         try:
-            await self._meet(pending)
+            await self._follow_leaders(pending)
         except Exception as error:  # this node's own: it costs one round, never the training
             pending.attempt.caught("exchange", error)
         finally:
@@ -266,7 +274,7 @@ class GroupExchange(ExchangeBase):
                 self.evidence.missed()
         return attempt.commit.received
 
-    async def _meet(self, pending: _RoundState) -> None:
+    async def _follow_leaders(self, pending: _RoundState) -> None:
         loop = asyncio.get_running_loop()
         while True:
             key = pending.attempt.key
@@ -282,10 +290,10 @@ class GroupExchange(ExchangeBase):
             for peer in leaders[:TRIED]:
                 if peer == self._context.me and pending.turned_away:
                     continue
-                await self._try(pending, peer, self._view.addresses(peer))
+                await self._try_leader(pending, peer, self._view.addresses(peer))
                 hint, pending.elsewhere = pending.elsewhere, None
                 if hint is not None and hint.leader is not None and not pending.entered:
-                    await self._try(pending, hint.leader, hint.addresses)
+                    await self._try_leader(pending, hint.leader, hint.addresses)
                 if pending.entered or loop.time() >= pending.until:
                     return
                 sent_away = hint is not None and self._context.me in (peer, hint.leader)
@@ -301,7 +309,9 @@ class GroupExchange(ExchangeBase):
                 return
             pending.attempt = pending.attempt.moved_to(pending.moved_to)
 
-    async def _try(self, pending: _RoundState, leader: str, addresses: Sequence[str]) -> None:
+    async def _try_leader(
+        self, pending: _RoundState, leader: str, addresses: Sequence[str]
+    ) -> None:
         """Join the group of one leader; return early if it is not available."""
         loop = asyncio.get_running_loop()
         patience = pending.until - loop.time()
@@ -343,7 +353,7 @@ class GroupExchange(ExchangeBase):
             raise
         receipt = unpack(answer, GroupReceipt)
         if receipt.verdict != "noted":
-            self._note(pending, leader, receipt)
+            self._note_receipt(pending, leader, receipt)
             return
         self.rounds.join(ready.round, ready.fragment, leader)
         if leader != self._context.me:
@@ -354,7 +364,7 @@ class GroupExchange(ExchangeBase):
         before: Roster | None = None
         while isinstance(formed, GroupFormed):
             group = open_roster(formed, leader, sealed, self._largest)
-            self._check(group, before)
+            self._refuse(group, before)
             pending.entered = True
             self.rounds.end(ready.round, ready.fragment)
             self._note_presence(pending, group, before, began)
@@ -363,19 +373,175 @@ class GroupExchange(ExchangeBase):
                 return
             before, formed = group, again
         if isinstance(formed, GroupReceipt):
-            self._note(pending, leader, formed)
+            self._note_receipt(pending, leader, formed)
 
-    def _check(self, group: Roster, before: Roster | None) -> None:
-        """Raise MessageError if this node takes no part in a group; ``before``: that of the first
-        attempt.
+    async def _reduce(
+        self, channel: HeartbeatChannel, group: Roster, pending: _RoundState, formed: float
+    ) -> GroupFormed | None:
+        """Collect the group's contributions and apply the decision; return a new group if the
+        leader asks for another attempt.
+
+        ``formed``: the loop's time at which the first group was.
+        """
+        attempt = pending.attempt
+        if group.reduction != "gather" and attempt.screen.gathers:
+            raise MessageError(
+                "the leader asks for an all-reduce, in which no contribution can be screened by "
+                "itself."
+            )
+        loop = asyncio.get_running_loop()
+        nbytes = moved(attempt.contribution.payload.nbytes, len(group.members))
+        until = formed + self._timeouts.moving(nbytes)
+        longest = formed + self._timeouts.longest(nbytes)
+        reduction = self._reduction(group, attempt, until, longest)
+        began = loop.time()
+        self._streams.begin(reduction)
+        reducing = asyncio.ensure_future(reduction.run())
+        listening = asyncio.ensure_future(self._listen(channel, reduction, attempt, longest))
+        fragment = attempt.key.fragment
+        most_s = self.time.reducing(nbytes, fragment)
+        least_s = self.time.least(fragment)
+        deadline = _ReductionDeadline(began, nbytes, most_s, least_s)
+        holding = asyncio.ensure_future(deadline.limit(pending.needed, reduction, reducing))
+        try:
+            await first_of(reducing, listening)
+            # The leader decided first, or the channel to it broke.
+            if listening.done() and not reducing.done():
+                deadline.unheard = reduction.give_up()
+            self._note_times(reduction, attempt.key, deadline)
+            if not listening.done():
+                reducing.result()
+                if attempt.commit.closed:
+                    return None
+                report = GroupReport(
+                    nonce=group.nonce, held=reduction.places(), averages=reduction.averages
+                )
+                await channel.send(report)
+                # Others may take as long again, over a slower link.
+                left = (
+                    max(until, 2 * loop.time() - formed)
+                    - loop.time()
+                    + ANSWER_CHUNKS * self._timeouts.chunk
+                )
+                await first_of(listening, holding, timeout=left)
+            try:
+                if not listening.done():
+                    raise NetworkError(
+                        f"peer {short(group.leader)} did not decide in time.", "timeout"
+                    )
+                message = await listening
+                if isinstance(message, GroupFormed):
+                    return message
+                sealed = message.decision
+            except NetworkError as error:
+                log.info("round %d: the channel to the leader broke: %s", attempt.key.round, error)
+                self._view.mark_absent([group.leader])
+                if (
+                    holding.done()
+                    and group.leader != self._context.me
+                    and not deadline.slept(SLEPT_BESIDE_LEADER)
+                ):
+                    self._view.attendance.missed(group.leader, attempt.key.round, held=True)
+                sealed = await self._ask(group) if reducing.done() else None
+            averages = reduction.averages
+            included = self._decisions.open(sealed, group.leader, group.nonce, averages)
+        finally:
+            self._streams.end(reduction)
+            await stop(reducing, listening, holding)
+        if sealed is not None and included:
+            self._decisions.remember(group.nonce, sealed)
+            await self._take(included, reduction, attempt, began)
+        return None
+
+    def _reduction(
+        self, group: Roster, attempt: Attempt, until: float, longest: float
+    ) -> Reduction:
+        me = self._context.me
+        if group.reduction == "gather":
+            return AllGather(self._streams, group, me, attempt, until, longest)
+        if group.reduction == "allreduce":
+            return AllReduce(self._streams, group, me, attempt, until, longest)
+        identity = self._context.identity
+        return Butterfly(self._streams, group, me, attempt, until, longest, identity=identity)
+
+    async def _listen(
+        self, channel: HeartbeatChannel, reduction: Reduction, attempt: Attempt, until: float
+    ) -> GroupFormed | GroupReply:
+        while True:
+            message: Message = await channel.receive(
+                until + ANSWER_CHUNKS * self._timeouts.chunk, GroupFormed, GroupReply, GroupLost
+            )
+            if isinstance(message, GroupFormed | GroupReply):
+                return message
+            if isinstance(message, GroupLost) and message.nonce == reduction.group.nonce:
+                reduction.lose(message.lost)
+                self._view.mark_absent(reduction.group.at(message.lost))
+                for peer in reduction.group.at(message.lost):
+                    attempt.failed(peer, "broken")
+
+    async def _ask(self, group: Roster) -> bytes | None:
+        others = [peer for peer in group.members if peer != self._context.me]
+        if group.leader not in others and group.leader != self._context.me:
+            others.append(group.leader)
+        return await self._decisions.ask(
+            group.leader, group.nonce, [(peer, self._view.addresses(peer)) for peer in others]
+        )
+
+    async def _take(
+        self, included: int, reduction: Reduction, attempt: Attempt, began: float
+    ) -> None:
+        """Hand over the mean of the members ``included`` in a decision (a bit each), if this node
+        is one of them, holds all of it, and training still waits for it.
+        """
+        group, me = reduction.group, self._context.me
+        # The weights of several groups differ by design, and a node that shows none has none to
+        # compare.
+        comparable = group.alone and attempt.contribution.sketch is not None
+        others = set(group.at(included)) - {me}
+        compared = others if comparable else set()
+        self.sketches = {peer: group.readies[peer].sketch for peer in compared}
+        is_included = included & group.places([me])
+        holds_all = not included & ~reduction.places()
+        if not is_included or not holds_all:
+            return
+        outcome = reduction.result(included)
+        if not attempt.commit.commit(outcome):
+            return
+        attempt.stats.done(attempt.handed_in, others, asyncio.get_running_loop().time() - began)
+        self.evidence.met(others, attempt.key.round)
+        # Decoded now: until training asks for it all payloads would stay in memory.
+        await asyncio.to_thread(outcome)
+
+    async def _open(self, leader: str, addresses: Sequence[str], seconds: float) -> Stream:
+        if leader != self._context.me:
+            return await self._context.host.open(
+                leader, self._protocols.leader, addresses=addresses, timeout=seconds
+            )
+        # The own daemon connects to others only. Bytes on this channel are no traffic.
+        mine, theirs = await connected()
+        self._leader.start(self._serve_myself(Stream(leader, *theirs, TrafficMeter())))
+        return Stream(leader, *mine, TrafficMeter())
+
+    async def _serve_myself(self, stream: Stream) -> None:
+        try:
+            await self._leader.serve(stream)
+            await stream.more(LINGER_S)
+        except (NetworkError, MessageError) as error:
+            log.info("this node left the group that it leads: %s", error)
+        finally:
+            stream.close()
+
+    def _refuse(self, group: Roster, before: Roster | None) -> None:
+        """Raise MessageError if this node takes no part in a group; ``before``: the one that it was
+        in, if a reduction failed. The second gathers, and is the last.
         """
         refused = f"a group from peer {short(group.leader)} was refused"
         if before is not None and (before.reduction == "gather" or group.reduction != "gather"):
             raise MessageError(f"{refused}: it asks for attempts without end.")
         if group.leader != self._context.me and self._decisions.leads(group.nonce):
             raise MessageError(f"{refused}: its nonce is that of a group led here.")
+        # Of a second reduction no longer: what was begun is ended.
         barred = self._view.barred(group.members) if before is None else ()
-        # The next leader may know better; a member barred later ends what it has begun.
         if barred:
             raise MessageError(f"{refused}: its member {short(barred[0])} is banned.")
 
@@ -386,7 +552,7 @@ class GroupExchange(ExchangeBase):
         missing.
         """
         key, members = pending.attempt.key, set(group.members)
-        # else this node, when it leads, would not wait for one that was away and is back
+        # Otherwise this node, when it leads, would not wait for one that was away and is back.
         for peer in members:
             self._view.mark_awake(peer)
         if before is not None:
@@ -421,26 +587,7 @@ class GroupExchange(ExchangeBase):
             members = self._view.members().values()
             self._view.doubted |= any(member.round > ready.round for member in members)
 
-    async def _open(self, leader: str, addresses: Sequence[str], seconds: float) -> Stream:
-        if leader != self._context.me:
-            return await self._context.host.open(
-                leader, self._protocols.leader, addresses=addresses, timeout=seconds
-            )
-        # The own daemon connects to others only. Bytes on this channel are no traffic.
-        mine, theirs = await connected()
-        self._leader.start(self._serve_myself(Stream(leader, *theirs, TrafficMeter())))
-        return Stream(leader, *mine, TrafficMeter())
-
-    async def _serve_myself(self, stream: Stream) -> None:
-        try:
-            await self._leader.serve(stream)
-            await stream.more(LINGER_S)
-        except (NetworkError, MessageError) as error:
-            log.info("this node left the group that it leads: %s", error)
-        finally:
-            stream.close()
-
-    def _note(self, pending: _RoundState, leader: str, receipt: GroupReceipt) -> None:
+    def _note_receipt(self, pending: _RoundState, leader: str, receipt: GroupReceipt) -> None:
         key = pending.attempt.key
         log.debug(
             "round %d: leader %s answered %s %s",
@@ -468,144 +615,23 @@ class GroupExchange(ExchangeBase):
             )
             pending.attempt.failed(leader, "refused")
 
-    async def _reduce(
-        self, channel: HeartbeatChannel, group: Roster, pending: _RoundState, formed: float
-    ) -> GroupFormed | None:
-        """Collect the group's contributions and apply the decision; return a new group if the
-        leader asks for another attempt.
-
-        ``formed``: the loop's time at which the first group was.
-        """
-        attempt = pending.attempt
-        if group.reduction != "gather" and attempt.screen.gathers:
-            raise MessageError(
-                "the leader asks for an all-reduce, in which no contribution can be screened by "
-                "itself."
-            )
-        loop = asyncio.get_running_loop()
-        nbytes = moved(attempt.contribution.payload.nbytes, len(group.members))
-        until = formed + self._timeouts.moving(nbytes)
-        longest = formed + self._timeouts.longest(nbytes)
-        reduction = self._reduction(group, attempt, until, longest)
-        began = loop.time()
-        self._streams.begin(reduction)
-        reducing = asyncio.ensure_future(reduction.run())
-        listening = asyncio.ensure_future(self._listen(channel, reduction, attempt, longest))
-        fragment = attempt.key.fragment
-        most, least = self.time.reducing(nbytes, fragment), self.time.least(fragment)
-        hold = _Hold(began, nbytes, most, least)
-        holding = asyncio.ensure_future(hold.limit(pending.needed, reduction, reducing))
-        try:
-            await first_of(reducing, listening)
-            if listening.done() and not reducing.done():  # the others did not wait
-                hold.unheard = reduction.give_up()
-            self._note_times(reduction, attempt.key, hold)
-            if not listening.done():
-                reducing.result()
-                if attempt.commit.closed:
-                    return None
-                report = GroupReport(
-                    nonce=group.nonce, held=reduction.places(), averages=reduction.averages
-                )
-                await channel.send(report)
-                # Others may take as long again, over a slower link; no leader keeps this node for
-                # longer.
-                left = max(until, 2 * loop.time() - formed) - loop.time() + 4 * self._timeouts.chunk
-                await first_of(listening, holding, timeout=left)
-            try:
-                if not listening.done():
-                    raise NetworkError(
-                        f"peer {short(group.leader)} did not decide in time.", "timeout"
-                    )
-                message = await listening
-                if isinstance(message, GroupFormed):
-                    return message
-                sealed = message.decision
-            except NetworkError as error:
-                log.info("round %d: the channel to the leader broke: %s", attempt.key.round, error)
-                self._view.mark_absent([group.leader])
-                if holding.done() and group.leader != self._context.me and not hold.slept(3.0):
-                    self._view.attendance.missed(group.leader, attempt.key.round, held=True)
-                sealed = await self._ask(group) if reducing.done() else None
-            averages = reduction.averages
-            mean = self._decisions.open(sealed, group.leader, group.nonce, averages)
-        finally:
-            self._streams.end(reduction)
-            await stop(reducing, listening, holding)
-        if sealed is not None and mean:
-            self._decisions.remember(group.nonce, sealed)
-            await self._take(mean, reduction, attempt, began)
-        return None
-
-    async def _take(self, mean: int, reduction: Reduction, attempt: Attempt, began: float) -> None:
-        """Hand over the ``mean`` (a bit a member) of a decision, if this node is in it, holds all
-        of it, and training still waits for it.
-        """
-        group, me = reduction.group, self._context.me
-        # The weights of several groups differ by design, and a node that shows none has none to
-        # compare.
-        comparable = group.alone and attempt.contribution.sketch is not None
-        compared = set(group.at(mean)) - {me} if comparable else set()
-        self.sketches = {peer: group.readies[peer].sketch for peer in compared}
-        included = mean & group.places([me])
-        held = not mean & ~reduction.places()
-        if not included or not held:
-            return
-        outcome = reduction.result(mean)
-        if not attempt.commit.commit(outcome):
-            return
-        others = set(group.at(mean)) - {me}
-        attempt.stats.done(attempt.handed_in, others, asyncio.get_running_loop().time() - began)
-        self.evidence.met(others, attempt.key.round)
-        # Now, for until training asks for it all payloads would be held.
-        await asyncio.to_thread(outcome)
-
-    def _reduction(
-        self, group: Roster, attempt: Attempt, until: float, longest: float
-    ) -> Reduction:
-        me = self._context.me
-        if group.reduction == "gather":
-            return AllGather(self._streams, group, me, attempt, until, longest)
-        if group.reduction == "allreduce":
-            return AllReduce(self._streams, group, me, attempt, until, longest)
-        identity = self._context.identity
-        return Butterfly(self._streams, group, me, attempt, until, longest, identity=identity)
-
-    def _note_times(self, reduction: Reduction, key: RoundKey, hold: _Hold) -> None:
+    def _note_times(
+        self, reduction: Reduction, key: RoundKey, deadline: _ReductionDeadline
+    ) -> None:
         """Measure what the members took, and note who missed the deadline."""
         now = asyncio.get_running_loop().time()
-        if hold.slept(1.0):
+        if deadline.slept(SLEPT_BESIDE_MEMBERS):
             return
-        late = set(hold.late)
-        # Earlier than that the group was called off for the sake of one that is gone.
-        if now - hold.began > hold.most / 2:
-            late |= hold.unheard
-        took = [at - hold.began for at in reduction.arrived.values()]
+        late = set(deadline.late)
+        # Before half of the time the group was cut short because a member is gone.
+        if now - deadline.began > deadline.most_s / 2:
+            late |= deadline.unheard
+        took = [at - deadline.began for at in reduction.arrived.values()]
         # Those who are late count as well: if a line has become slow, the deadline follows.
-        self.time.measure([*took, *[now - hold.began] * len(late)], hold.nbytes)
+        self.time.measure([*took, *[now - deadline.began] * len(late)], deadline.nbytes)
         for peer in sorted(late):
             log.info("round %d: %s did not send in time", key.round, short(peer))
             self._view.attendance.missed(peer, key.round, held=True)
 
-    async def _listen(
-        self, channel: HeartbeatChannel, reduction: Reduction, attempt: Attempt, until: float
-    ) -> GroupFormed | GroupReply:
-        while True:
-            message: Message = await channel.receive(
-                until + 4 * self._timeouts.chunk, GroupFormed, GroupReply, GroupLost
-            )
-            if isinstance(message, GroupFormed | GroupReply):
-                return message
-            if isinstance(message, GroupLost) and message.nonce == reduction.group.nonce:
-                reduction.lose(message.lost)
-                self._view.mark_absent(reduction.group.at(message.lost))
-                for peer in reduction.group.at(message.lost):
-                    attempt.failed(peer, "broken")
-
-    async def _ask(self, group: Roster) -> bytes | None:
-        others = [peer for peer in group.members if peer != self._context.me]
-        if group.leader not in others and group.leader != self._context.me:
-            others.append(group.leader)
-        return await self._decisions.ask(
-            group.leader, group.nonce, [(peer, self._view.addresses(peer)) for peer in others]
-        )
+    def _blame(self, key: tuple[int, int], peer: str) -> None:
+        self.stats.failed(RoundKey(self._context.swarm, *key), peer, "suspicious")

@@ -1,13 +1,13 @@
-"""A group's reductions, and the streams between its members (`PeerStreams`).
+"""A group's reductions: how the contributions of its members become one mean.
 
     AllGather   every member sends its payload to every other, and each computes the same mean from
                 the same bytes; for every codec
-    AllReduce   a butterfly: every member averages one share of the values for all; for plain floats
-                and four members or more, all or nothing
+    AllReduce   every member averages one share of the values for all; for plain floats and
+                `ALL_REDUCED` members or more, all or nothing
     Butterfly   the same for encoded contributions, with encoded averages (`butterfly`)
 
-`GroupExchange` runs any: ``run`` moves the bytes, ``places`` says whose contributions are held
-whole, and ``result`` returns the mean that the leader decided on. What they cost, and why all
+`GroupExchange` runs any: ``run`` moves the bytes, ``places`` returns whose contributions are held
+whole, a bit each, and ``result`` the mean that the leader decided on. What they cost, and why all
 members end with the same bits: docs/internals.md, "Gathering and all-reduce".
 """
 
@@ -34,120 +34,20 @@ from shoal.optim.exchange.update_screen import UpdateScreen
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.exchange.contribution import EncodedContribution, ExchangeAttempt
 from shoal.swarm.exchange.cost import ALL_REDUCED
-from shoal.swarm.exchange.group.roster import LivenessView, Roster
-from shoal.swarm.exchange.kept_streams import ANSWERED, KeptStreams, answer_all
+from shoal.swarm.exchange.group.roster import Roster
+from shoal.swarm.exchange.group.streams import PeerStreams
 from shoal.swarm.p2p.stream import Stream, short
-from shoal.swarm.p2p.stream_places import StreamPlaces
 from shoal.swarm.p2p.tasks import running, stop
-from shoal.swarm.wire.envelope import HashList, pack, unpack
-from shoal.swarm.wire.messages import GroupHello
+from shoal.swarm.wire.envelope import HashList
 
 if TYPE_CHECKING:
-    from shoal.swarm.p2p.host import Host
-
-PAYLOAD_PROTOCOL = "/shoal/group-payload/1"
-# bytes that a new stream takes at once; a kept one only what its window has left, unless more have
-# widened it
-WINDOW = 256 << 10
-MAX_HELD = 64  # callers from groups that this node does not know yet
-
-
-class PeerStreams:
-    """The streams between the members of this host's groups. All coroutines run on the host's
-    loop.
-    """
-
-    def __init__(
-        self,
-        host: Host,
-        view: LivenessView,
-        chunk_timeout: float,
-        protocol: str = PAYLOAD_PROTOCOL,
-    ) -> None:
-        self._host, self._view, self.chunk_timeout = host, view, chunk_timeout
-        self._protocol = protocol
-        self._running: dict[bytes, Reduction] = {}
-        self._held: dict[asyncio.Event, bytes] = {}
-        self._places = StreamPlaces(MAX_HELD)
-        self._kept, self._waiting = KeptStreams(host), StreamPlaces(ANSWERED)
-        host.serve(protocol, self._serve)
-
-    async def call(
-        self, peer: str, nonce: bytes, nbytes: int, use: Callable[[Stream], Awaitable[None]]
-    ) -> None:
-        """Open a stream to a member, for the group with this nonce, or take one that was kept, and
-        ``use`` it for ``nbytes`` each way at most. One whose use ends well is kept if they are more
-        than a new one takes at once; a kept one that the member had just ended is replaced. Raises
-        what ``use`` does, or NetworkError.
-        """
-        large = nbytes > WINDOW
-        if large and (kept := self._kept.take(peer)) is not None:
-            before = kept.received
-            try:
-                await self._used(kept, nonce, use)
-                return self._kept.keep(kept)
-            except NetworkError as error:
-                if error.reason != "broken" or kept.received > before:
-                    raise
-        addresses = self._view.addresses(peer)
-        stream = await self._host.open(
-            peer, self._protocol, addresses=addresses, timeout=self.chunk_timeout
-        )
-        await self._used(stream, nonce, use)
-        self._kept.keep(stream) if large else stream.close()
-
-    async def _used(
-        self, stream: Stream, nonce: bytes, use: Callable[[Stream], Awaitable[None]]
-    ) -> None:
-        try:
-            await stream.send(pack(GroupHello(nonce=nonce)), self.chunk_timeout)
-            await use(stream)
-        except BaseException:
-            stream.abort()  # so that the other end notices at once
-            raise
-
-    def begin(self, reduction: Reduction) -> None:
-        """Hand the reduction the streams of its group, also those that came before this node knew
-        of the group.
-        """
-        nonce = reduction.group.nonce
-        self._running[nonce] = reduction
-        for event, wanted in self._held.items():
-            if wanted == nonce:
-                event.set()
-
-    def end(self, reduction: Reduction) -> None:
-        self._running.pop(reduction.group.nonce, None)
-
-    async def _serve(self, stream: Stream) -> None:
-        await answer_all(self._host, self._protocol, stream, self._answer, self._waiting)
-
-    async def _answer(self, stream: Stream) -> bool:
-        """Hand the stream to the reduction of the group that it names; return whether another may
-        follow.
-        """
-        hello = unpack(await stream.receive(GroupHello.LIMIT, self.chunk_timeout), GroupHello)
-        if hello.nonce not in self._running:
-            if not self._places.take(stream):
-                return False
-            event = asyncio.Event()
-            self._held[event] = hello.nonce
-            try:
-                await asyncio.wait_for(event.wait(), self.chunk_timeout)
-            except TimeoutError:
-                return False
-            finally:
-                self._places.free(stream)
-                del self._held[event]
-        reduction = self._running.get(hello.nonce)
-        return (
-            reduction is not None
-            and stream.peer_id in reduction.group.readies
-            and await reduction.accept(stream)
-        )
-
+    pass
 
 log = logging.getLogger(__name__)
+
+Outcome = Callable[[], Mean]
+"""Returns a decided mean, whole and verified; the first call may compute it."""
+Attempt = ExchangeAttempt[Outcome]
 
 
 @dataclass(frozen=True)
@@ -339,11 +239,14 @@ class AllGather:
         )
 
 
-PART = 1 << 18  # bytes that are averaged at a time
+PART = 1 << 18
+"""Bytes of a share in one message, the same at all members: another number is another protocol."""
 ALL_REDUCED_CODECS = frozenset(codec.name for codec in FLOAT_CODECS)
-# The leader's channel to a stopped member times out before it is given up here, so that the next
-# attempt is without it.
-SENDER, REDUCER = 1.5, 2.0  # times the chunk timeout
+# Times the chunk timeout, for which a member waits for values of its share, and for averages, which
+# wait for all values. More than once: the leader's channel to a stopped member is to end first, so
+# that the next reduction is without it.
+SENDER_CHUNKS = 1.5
+AVERAGES_CHUNKS = 2.0
 
 
 def fits(codec: str, members: int) -> bool:
@@ -375,7 +278,8 @@ class ShareReduction:
         self._me = me
         self._attempt = attempt
         self._mine = attempt.contribution
-        self._until = longest  # each part of it has a deadline of its own
+        # A bound on the whole: each message has a deadline of its own.
+        self._until = longest
         self._takes_part = takes_part
         self._whole = False
         """True once everything is here."""
@@ -468,7 +372,7 @@ class ShareReduction:
             )
         return caller.result()
 
-    def _has_arrived(self, peer: str) -> None:
+    def _note_arrival(self, peer: str) -> None:
         self.arrived[peer] = asyncio.get_running_loop().time()
 
 
@@ -528,7 +432,7 @@ class AllReduce(ShareReduction):
         """Send a member its share of this node's ``values``, and put the averages into ``mean`` as
         they arrive.
         """
-        parts, patience = self._parts(peer, values), REDUCER * self._streams.chunk_timeout
+        parts, patience = self._parts(peer, values), AVERAGES_CHUNKS * self._streams.chunk_timeout
         if not parts:
             return
 
@@ -562,19 +466,19 @@ class AllReduce(ShareReduction):
             for peer, weight in weights.items():
                 average.add_(given[peer], alpha=weight)
             mean[part] = average.div_(sum(weights.values()))
-            packed, patience = _packed(average), REDUCER * self._streams.chunk_timeout
+            packed, patience = _packed(average), AVERAGES_CHUNKS * self._streams.chunk_timeout
             await asyncio.gather(
                 *(caller.result().send(packed, patience) for caller in self._callers.values())
             )
 
     async def _part_of(self, peer: str, part: slice, dtype: torch.dtype, last: bool) -> Tensor:
         self._awaited.add(peer)
-        silence = SENDER * self._streams.chunk_timeout
+        silence = SENDER_CHUNKS * self._streams.chunk_timeout
         stream = await self._called_by(peer, silence)
         values = await self._received(stream, part, dtype, silence)
         self._awaited.discard(peer)
         if last:
-            self._has_arrived(peer)
+            self._note_arrival(peer)
         return values
 
     async def _received(
@@ -594,8 +498,5 @@ def _packed(values: Tensor) -> bytes:
     return values.view(torch.uint8).numpy().tobytes()
 
 
-Outcome = Callable[[], Mean]
-"""Returns a decided mean, whole and verified; the first call may compute it."""
-Attempt = ExchangeAttempt[Outcome]
 Reduction = AllGather | ShareReduction
 """One attempt of one group at one member."""

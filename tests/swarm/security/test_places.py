@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 from shoal.swarm.exchange.group import leader as group_leader
-from shoal.swarm.exchange.group import reduction
+from shoal.swarm.exchange.group import streams
 from shoal.swarm.exchange.group.leader import MAX_PENDING, PendingGroup
-from shoal.swarm.exchange.group.reduction import PeerStreams
+from shoal.swarm.exchange.group.streams import PeerStreams
 from shoal.swarm.exchange.pair import held_calls as pair_held_calls
 from shoal.swarm.exchange.pair.held_calls import HeldCalls
 from shoal.swarm.identity import Identity
@@ -75,7 +75,7 @@ def state_server(monkeypatch):
 
 
 def peer_streams(monkeypatch):
-    monkeypatch.setattr(reduction, "MAX_HELD", MOST)
+    monkeypatch.setattr(streams, "MAX_HELD", MOST)
     host = Served()
     PeerStreams(host, None, 60.0)
     return host.handler, pack(GroupHello(nonce=bytes(16)))

@@ -21,8 +21,9 @@ from shoal.swarm.exchange.group import leader as group_lead
 from shoal.swarm.exchange.group.decisions import DECISION_PROTOCOL, DecisionLog
 from shoal.swarm.exchange.group.exchange import GroupExchange
 from shoal.swarm.exchange.group.leader import LEADER_PROTOCOL, GroupCommit, MemberState
-from shoal.swarm.exchange.group.reduction import PAYLOAD_PROTOCOL, AllGather, AllReduce, Gathered
+from shoal.swarm.exchange.group.reduction import AllGather, AllReduce, Gathered
 from shoal.swarm.exchange.group.roster import encode_list, ready_message
+from shoal.swarm.exchange.group.streams import PAYLOAD_PROTOCOL
 from shoal.swarm.identity import Identity
 from shoal.swarm.p2p.stream import Stream
 from shoal.swarm.wire.envelope import fresh_nonce, seal, unpack, unseal

@@ -6,7 +6,7 @@ import pytest
 
 from shoal.optim import RoundKey
 from shoal.swarm.exchange.group.deadline import FORMING_S, GROUPS, MEDIANS, GroupDeadline
-from shoal.swarm.exchange.group.exchange import _Hold
+from shoal.swarm.exchange.group.exchange import _ReductionDeadline
 from shoal.swarm.exchange.round_time import FIRST_RATE, FIRST_S, LEAST_S
 from shoal.swarm.exchange.timeouts import ExchangeTimeouts
 
@@ -99,7 +99,9 @@ def group_of(node, round, took, late=(), unheard=(), most=8.0, ago=0.0, ends=Non
     async def note():
         now = asyncio.get_running_loop().time()
         began = now - ago
-        hold = _Hold(began, NBYTES, most, LEAST_S, None if ends is None else now - ends)
+        hold = _ReductionDeadline(
+            began, NBYTES, most, LEAST_S, None if ends is None else now - ends
+        )
         hold.late, hold.unheard = set(late), set(unheard)
         arrived = {peer: began + seconds for peer, seconds in took.items()}
         key = RoundKey(KEY.run, round, 0)
