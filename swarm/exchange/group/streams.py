@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from shoal.swarm.errors import NetworkError
-from shoal.swarm.exchange.group.roster import LivenessView
+from shoal.swarm.exchange.group.roster import LivenessView, Roster
 from shoal.swarm.exchange.kept_streams import ANSWERED, KeptStreams, answer_all
 from shoal.swarm.p2p.stream import Stream
 from shoal.swarm.p2p.stream_places import StreamPlaces
@@ -15,7 +15,6 @@ from shoal.swarm.wire.envelope import pack, unpack
 from shoal.swarm.wire.messages import GroupHello
 
 if TYPE_CHECKING:
-    from shoal.swarm.exchange.group.reduction import Reduction
     from shoal.swarm.p2p.host import Host
 
 PAYLOAD_PROTOCOL = "/shoal/group-payload/1"
@@ -25,6 +24,15 @@ only after large payloads; for smaller ones nothing is gained by keeping it.
 """
 MAX_HELD = 64
 """Callers from groups that this node does not know yet."""
+
+
+class Accepting(Protocol):
+    """What takes the streams of a group: one of its reductions."""
+
+    group: Roster
+
+    async def accept(self, stream: Stream) -> bool:
+        """Use a member's stream; return whether it may be used again."""
 
 
 class PeerStreams:
@@ -43,7 +51,7 @@ class PeerStreams:
         self._view = view
         self.chunk_timeout = chunk_timeout
         self._protocol = protocol
-        self._running: dict[bytes, Reduction] = {}
+        self._running: dict[bytes, Accepting] = {}
         self._held: dict[asyncio.Event, bytes] = {}
         self._places = StreamPlaces(MAX_HELD)
         self._kept = KeptStreams(host)
@@ -87,7 +95,7 @@ class PeerStreams:
             stream.abort()  # so that the other end notices at once
             raise
 
-    def begin(self, reduction: Reduction) -> None:
+    def begin(self, reduction: Accepting) -> None:
         """Hand the reduction the streams of its group, also those that came before this node knew
         of the group.
         """
@@ -97,7 +105,7 @@ class PeerStreams:
             if wanted == nonce:
                 event.set()
 
-    def end(self, reduction: Reduction) -> None:
+    def end(self, reduction: Accepting) -> None:
         self._running.pop(reduction.group.nonce, None)
 
     async def _serve(self, stream: Stream) -> None:
