@@ -3,7 +3,7 @@ many peers.
 
 A member does this in a round; several rounds may be in flight at once, one for each fragment:
 
-    find the leader   the first in the order of (seed, round, peer id) that answers; this node may
+    find the leader   the first by (seed, round, peer id) that answers; this node may
                       lead itself, or be sent on to another leader
     join              send it a signed ready message; it forms the group (`leader`)
     collect           the contributions, by gathering or as shares (`reduction`, `butterfly`); if
