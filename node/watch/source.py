@@ -193,8 +193,8 @@ class LightClient:
         self._traffic = TrafficMeter()
         self._connected: set[str] = set()
         self._dialling: set[str] = set()
-        self._described = False
-        self._creator = ""  # until the swarm is described
+        # Of the swarm, once it is described.
+        self._creator: str | None = None
         self._bootstrap = {address.rpartition("/p2p/")[2] for address in link.bootstrap}
         self._change_rank = rank_of(None, b"")
 
@@ -310,7 +310,7 @@ class LightClient:
         is kept as well.
         """
         try:
-            if not self._described and await self._describe(daemon, peer):
+            if self._creator is None and await self._describe(daemon, peer):
                 return
             if peer in self._bootstrap:
                 with contextlib.closing(await self._open(daemon, peer, SEED_PROTOCOL)) as stream:
@@ -342,8 +342,7 @@ class LightClient:
         if reply.manifest is None or swarm_id(reply.manifest) != self._link.swarm:
             return False
         title = title_of(reply.manifest)
-        if not self._described:  # another peer may have answered meanwhile
-            self._described = True
+        if self._creator is None:  # another peer may have answered meanwhile
             self._creator = creator_of(reply.manifest)
             self._send(Described(time=time.time(), **title._asdict()))
         return True
@@ -356,16 +355,16 @@ class LightClient:
                 continue
             peer = random.choice(sorted(self._connected))
             try:
-                await self._ask_for_change(daemon, peer)
+                await self._ask_for_change(daemon, peer, self._creator)
             except (TimeoutError, *DAEMON_GONE, NetworkError, MessageError) as error:
                 log.debug("asking %s for changes failed: %r", peer, error)
 
-    async def _ask_for_change(self, daemon: Daemon, peer: str) -> None:
+    async def _ask_for_change(self, daemon: Daemon, peer: str, creator: str) -> None:
         with contextlib.closing(await self._open(daemon, peer, CHANGE_PROTOCOL)) as stream:
             reply = await ask(stream, ChangeRequest(swarm=self._link.swarm), ChangeReply, ASK_S)
         if not reply.change:
             return
-        change = open_change(reply.change, self._link.swarm, self._creator)
+        change = open_change(reply.change, self._link.swarm, creator)
         rank = rank_of(change, reply.change)
         if rank > self._change_rank:
             self._change_rank = rank
