@@ -8,7 +8,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from shoal.node.checkpoint.folder import CheckpointError
@@ -20,7 +20,7 @@ from shoal.node.plan.rows import ModelTensors, memory_of, work_of
 from shoal.node.plan.run_cost import StartEstimate
 from shoal.node.runtime import resume
 from shoal.node.runtime.compute_last import compute_last
-from shoal.node.runtime.display import Activity
+from shoal.node.runtime.display import Activity, Display
 from shoal.node.runtime.fault_news import FaultNews
 from shoal.node.runtime.join import (
     LinkFile,
@@ -65,6 +65,8 @@ from shoal.swarm.training.session_setup import until_started, waiting_for
 from shoal.swarm.training.shard import settled
 
 if TYPE_CHECKING:
+    import torch
+
     from shoal.node.rl.rollout_sharing import RolloutSharing
     from shoal.node.verify.service import Verification
 
@@ -136,7 +138,6 @@ class TrainingNode:
         activity: Activity,
     ) -> None:
         self.options = options
-        self.display = options.display
         self.settings = options.settings
         """The user's; once there is a trainer, with the swarm's in place of the outer, train and
         task settings.
@@ -159,6 +160,18 @@ class TrainingNode:
             memory_bound_gb = 0.0  # pages of files would count too
         self._faults = FaultNews(metrics, self.display.message, memory_bound_gb)
 
+    @property
+    def display(self) -> Display:
+        return self.options.display
+
+    @cached_property
+    def device(self) -> torch.device:
+        """The device to train on. ConfigError if there is no such device."""
+        ranks = self.options.ranks
+        if ranks is None:
+            return resolve_device(self.settings.node.device)
+        return ranks.device
+
     # -- building ----------------------------------------------------------------------------------
 
     def run(self, membership: Membership | None, identity: Identity) -> Result:
@@ -166,11 +179,6 @@ class TrainingNode:
 
         ShoalError for what the user can mend.
         """
-        ranks = self.options.ranks
-        if ranks is None:
-            self.device = resolve_device(self.settings.node.device)
-        else:
-            self.device = ranks.device
         make_current(self.device)
         joined = membership is not None
         self.membership = self._create(identity) if membership is None else membership
@@ -183,8 +191,8 @@ class TrainingNode:
                 arrival = self._build(closing)
                 closing.callback(self.display.close)
                 result = self._train(arrival)
-                if ranks is not None:
-                    ranks.end()
+                if self.options.ranks is not None:
+                    self.options.ranks.end()
                 return result
         finally:
             self.membership.close()
@@ -497,7 +505,7 @@ class TrainingNode:
         self.metrics.write("start", **result.model_dump(mode="json"))
         self.display.start(self.settings.train.steps)
         tensors = ModelTensors.of(trainer.params, trainer.model)
-        self._estimate = StartEstimate(self.settings.outer, tensors, self._done())
+        estimate = StartEstimate(self.settings.outer, tensors, self._done())
         if self.verification is not None:
             compute_last()
         # What started several ranks starts them again if one dies, from here.
@@ -506,7 +514,7 @@ class TrainingNode:
             with self._activity.doing("training"):
                 result.wall_s = trainer.run(
                     stop=self._stopping,
-                    on_progress=self._on_progress,
+                    on_progress=partial(self._on_progress, estimate),
                     after_step=self._after_step,
                 )
             self._tell_end()
@@ -615,15 +623,15 @@ class TrainingNode:
         opt = self.trainer.whole
         return opt.steps, opt.round // opt.fragments
 
-    def _on_progress(self, progress: Progress) -> None:
+    def _on_progress(self, estimate: StartEstimate, progress: Progress) -> None:
         self.display.update(progress)
-        estimate = self._estimate.news(
+        news = estimate.news(
             *self._done(),
             total=self.settings.train.steps,
             peers=self.membership.directory.size(),
         )
-        if estimate:
-            self.display.message(f"an estimate: at this speed {estimate}")
+        if news:
+            self.display.message(f"an estimate: at this speed {news}")
         self._tell_news()
         self.member.records.rates = progress.rates
         self.member.records.lost(training=progress.loss)

@@ -47,7 +47,7 @@ class Followed:
         node.trainer = SimpleNamespace(
             change=lambda **given: self.taken.append(given), final=FinalAverage()
         )
-        node.display = SimpleNamespace(message=self.said.append, resize=self.ends.append)
+        node.options.display = SimpleNamespace(message=self.said.append, resize=self.ends.append)
         node.metrics = SimpleNamespace(
             write=lambda event, **given: self.written.append((event, given))
         )

@@ -301,8 +301,11 @@ def test_newcomer_picks_its_shard_after_the_weights(monkeypatch):
 
     dealt = []
     node = TrainingNode.__new__(TrainingNode)
-    node.options = SimpleNamespace(link=Link("a" * 52, (f"/ip4/1.1.1.1/tcp/1/p2p/{ME.peer_id}",)))
-    node.settings, node.device, node.display = load(None, {}), None, SimpleNamespace(message=None)
+    node.options = SimpleNamespace(
+        link=Link("a" * 52, (f"/ip4/1.1.1.1/tcp/1/p2p/{ME.peer_id}",)),
+        display=SimpleNamespace(message=None),
+    )
+    node.settings, node.device = load(None, {}), None
     node._activity = SimpleNamespace(doing=lambda *_, **__: nullcontext(), progress=None)
     node._saved, node.metrics = None, SimpleNamespace(begin=lambda about: None)
     node._swarm_state, node._own_run = download, lambda: None
@@ -413,7 +416,7 @@ def test_simultaneous_joiners_settle_their_shards(theirs, expected):
     """Before its first step a node settles its shard with those that came at the same moment."""
     other, view, said, connected = f"{theirs}ther", {}, [], []
     node = TrainingNode.__new__(TrainingNode)
-    node.display = SimpleNamespace(message=said.append)
+    node.options = SimpleNamespace(display=SimpleNamespace(message=said.append))
 
     def refresh(seconds):
         view[other] = SimpleNamespace(peer=other, shard=0, shards=2, state="waiting")
