@@ -69,6 +69,17 @@ class Wanted:
     since: int
 
 
+@dataclass
+class RoundProgress:
+    """What this peer has done in the round that is on."""
+
+    has_begun: bool = False
+    has_stated: bool = False
+    """Its view; also True if it joined too late in the round to state one."""
+    pulled: int = 0
+    """Logs taken in."""
+
+
 class Participant:
     """State machine of ``peer`` in ``run``.
 
@@ -116,15 +127,11 @@ class Participant:
         self.consensus.views = self._view
         self.member = Voter(peer, self.consensus, publish, sign, check, salt)
         self._agreements: dict[int, ViewQuorum] = {}
-        self._pulled = 0
-        self._started = False
-        self._kept_rounds = rules.appeal_rounds + SETTLED + SPARE_ROUNDS
-        """Rounds whose records are kept."""
         self.consensus.advance(self.round, self.clock.at(self.round))
         # A peer that joins while views of the round are out has missed some: it states none until
         # the next.
         views_are_out = self.clock.now() > self.clock.at(self.round, skews=1)
-        self._stated = self.round if views_are_out else -1
+        self._progress = RoundProgress(has_stated=views_are_out)
 
     def tick(self, most: int = 1) -> int:
         """Do what is due; check at most ``most`` claims, which is what costs.
@@ -133,9 +140,9 @@ class Participant:
         """
         round = self.clock.round()
         now = self.clock.now()
-        if round > self.round or not self._started:
+        if round > self.round or not self._progress.has_begun:
             self._begin(round)
-        if self._stated < self.round and now >= self.clock.at(self.round, skews=1):
+        if not self._progress.has_stated and now >= self.clock.at(self.round, skews=1):
             self._state()
         if now >= self.clock.at(self.round, skews=2):
             self._open(final=now >= self.clock.at(self.round, skews=3))
@@ -183,12 +190,12 @@ class Participant:
         """Peers whose log to pull now; mostly None."""
         agreement = self._agreements.get(self.round - OPENS)
         views_in = self.clock.now() >= self.clock.at(self.round, skews=2)
-        if agreement is None or not views_in or self._stated < self.round:
+        if agreement is None or not views_in or not self._progress.has_stated:
             return None
-        peers = agreement.sources() if self._pulled < MAX_PULLS else ()
+        peers = agreement.sources() if self._progress.pulled < MAX_PULLS else ()
         if not peers:
             return None
-        at = self._pulled % len(peers)
+        at = self._progress.pulled % len(peers)
         return Wanted(peers[at:] + peers[:at], self._oldest())
 
     def learn(self, log: Log) -> int:
@@ -197,7 +204,7 @@ class Participant:
         Its electorates and base count only if they match the views, or give the table that does;
         otherwise only the signed records are used.
         """
-        self._pulled += 1
+        self._progress.pulled += 1
         agreement = self._agreements.get(self.round - OPENS)
         new = 0
         for signed in log.records:
@@ -233,6 +240,11 @@ class Participant:
 
     # -- rounds ------------------------------------------------------------------------------------
 
+    @property
+    def _kept_rounds(self) -> int:
+        """Rounds whose records are kept."""
+        return self.rules.appeal_rounds + SETTLED + SPARE_ROUNDS
+
     def _oldest(self) -> int:
         return max(self.base.round + 1, self.round - self._kept_rounds)
 
@@ -240,11 +252,13 @@ class Participant:
         """Do what is due when ``round`` begins; rounds during which the process slept are left
         out.
         """
-        if self._agreements.get(self.round - OPENS) is not None and self.round < round:
+        if round > self.round:
             self._open(final=True)
+            self._progress = RoundProgress()
         self.round = round
-        self._pulled = 0
-        self._started = True
+        # Logs that were taken in before the first tick do not count.
+        self._progress.pulled = 0
+        self._progress.has_begun = True
         self.consensus.advance(round, self.clock.at(round))
         for old in list(self._agreements):
             if old < round - OPENS:
@@ -328,7 +342,7 @@ class Participant:
 
     def _state(self) -> None:
         """Compute the scores, and publish this peer's view of the electorate that is due."""
-        self._stated = self.round
+        self._progress.has_stated = True
         round = self.round - OPENS
         known = self.consensus
         if round < 0:

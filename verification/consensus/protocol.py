@@ -23,6 +23,7 @@ from shoal.verification.consensus.draws import Case, Draw, Times
 from shoal.verification.consensus.ledger import Ledger
 from shoal.verification.consensus.open_cases import Duty, OpenCases
 from shoal.verification.consensus.planting import BEHIND
+from shoal.verification.consensus.record_window import RecordWindow
 from shoal.verification.consensus.records import (
     Claim,
     Commitment,
@@ -111,8 +112,7 @@ class Consensus:
         self.ledger = Ledger()
         self.electorates: dict[int, Electorate] = {}
         self.counts: Counter[str] = Counter()
-        self.round = 0
-        self._since = clock()
+        self._window = RecordWindow(0, clock(), self.times.skew_s)
         self.views: Callable[[View], None] = lambda view: None
         self._run = run
         self._verify = verify
@@ -122,14 +122,18 @@ class Consensus:
         self._waiting = WaitingList(self.limits.waiting, self.limits.strangers)
         self.cases = OpenCases(self.limits.cases)
 
+    @property
+    def round(self) -> int:
+        return self._window.round
+
     def advance(self, round: int, since: float | None = None) -> None:
         """Begin ``round``, at ``since`` (now if None), and forget cases against which nobody can
         appeal any more. Raises ValueError for an earlier round.
         """
         if round < self.round:
             raise ValueError(f"round {round} is before {self.round}")
-        self.round = round
-        self._since = self.now() if since is None else since
+        began = self.now() if since is None else since
+        self._window = RecordWindow(round, began, self.times.skew_s)
         self.cases.forget(round - self.rules.appeal_rounds, self.now())
 
     def open(self, electorate: Electorate, begin: float | None = None) -> None:
@@ -258,7 +262,7 @@ class Consensus:
     def _take_published(self, record: Claim | Entry, came: float) -> None:
         if record.run != self._run:
             raise Refused(f"A {record.KIND} of another run was refused.", "foreign")
-        self._check_round(record.KIND, record.round, came)
+        self._window.check(record, came, is_opened=record.round in self.electorates)
         if isinstance(record, Claim):
             self._wait(record)
         else:
@@ -268,10 +272,7 @@ class Consensus:
     def _take_view(self, record: View) -> None:
         if record.run != self._run:
             raise Refused("A view of another run was refused.", "foreign")
-        if record.round > self.round - OPENS + 1:
-            raise Refused("A view was refused: its round has not begun.", "future")
-        if record.round < self.round - OPENS:
-            raise Refused("A view was refused: its round is over.", "late")
+        self._window.check_view(record)
         voters = self._voters()
         stranger = voters is not None and record.peer not in voters
         if stranger and not self.ledger.entries_of(record.peer):
@@ -288,18 +289,18 @@ class Consensus:
                 self._check_number(record)
             except Refused:
                 return False
-            return record.run == self._run and record.round <= self.round + 1
+            return record.run == self._run and self._window.has_begun(record.round)
         if isinstance(record, Dispute | Opening):
             claim = self.ledger.get(record.claim)
-            has_come = record.round <= self.round + 1
-            return isinstance(claim, Claim) and has_come and not self._has_appealed(record)
+            has_begun = self._window.has_begun(record.round)
+            return isinstance(claim, Claim) and has_begun and not self._has_appealed(record)
         if isinstance(record, Commitment | Reveal | Verdict):
             ballots = self.ledger.ballots(type(record), record.case, record.attempt, record.peer)
             return self.ledger.stamp(record) >= 0 and len(ballots) < MAX_CONTRADICTIONS
         return False
 
     def _take_appeal(self, record: Dispute | Opening, came: float) -> None:
-        self._check_round(record.KIND, record.round, came)
+        self._window.check(record, came, is_opened=record.round in self.electorates)
         claim = self.ledger.get(record.claim)
         if not isinstance(claim, Claim) or claim.round not in self.electorates:
             raise Refused(
@@ -367,18 +368,6 @@ class Consensus:
                 raise Refused(
                     "A reveal was refused: it is not the vote that was committed to.", "unfit"
                 )
-
-    def _check_round(self, kind: str, round: int, came: float) -> None:
-        """Refuse a claim, an entry or an appeal of another round, but for those that a neighbour's
-        clock explains.
-        """
-        if round > self.round + 1:
-            raise Refused(f"A {kind} was refused: its round has not begun.", "future")
-        just_over = round == self.round - 1 and came < self._since + self.times.skew_s
-        if just_over and round not in self.electorates:
-            return
-        if round < self.round:
-            raise Refused(f"A {kind} was refused: its round is over.", "late")
 
     # -- cases -------------------------------------------------------------------------------------
 
