@@ -24,7 +24,7 @@ import itertools
 import logging
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shoal.optim.exchange.common_mean import common_mean
 from shoal.optim.exchange.pairing import order
@@ -57,9 +57,6 @@ from shoal.swarm.wire.messages import (
     GroupReport,
     Way,
 )
-
-if TYPE_CHECKING:
-    pass
 
 log = logging.getLogger(__name__)
 
@@ -134,7 +131,7 @@ class GroupCommit:
         alone: bool,
     ) -> None:
         self._leader, self._decisions, self._key, self._alone = leader, leader.decisions, key, alone
-        self._needed = leader.needed.get(key[1]) or asyncio.Event()
+        self._needed = leader.needed(key[1])
         self._began = self._longest = self._again = 0.0
         self._members = dict(sorted(members.items()))
         self._liars: set[str] = set()
@@ -215,7 +212,7 @@ class GroupCommit:
         reports = {peer: member.averages[nonce] for peer, member in self._members.items()}
         if len(set(reports.values())) == 1:
             return everybody
-        self._liars = butterfly.contradicted(reports, self._leader.swarm, nonce)
+        self._liars = butterfly.contradicted(reports, self._leader.context.swarm, nonce)
         for peer in sorted(self._liars):
             log.warning(
                 "round %d: peer %s sent different averages of its share to two members, or reports "
@@ -327,6 +324,16 @@ class PendingGroup:
     """Missing members that are through with the round -> what they said."""
 
 
+@dataclass(frozen=True)
+class OwnContribution:
+    """This node's own contribution of a fragment, the last that was announced."""
+
+    ready: GroupReady
+    """Its form, from which no member may differ."""
+    needed: asyncio.Event
+    """Set once this node's training waits for the outcome."""
+
+
 class GroupLeader:
     """The server of members that take this node for the leader of a round.
 
@@ -348,15 +355,13 @@ class GroupLeader:
         blame: Callable[[tuple[int, int], str], None] = lambda key, peer: None,
     ) -> None:
         self._protocol = protocol
-        self.swarm = context.swarm
         self.blame = blame
-        self._context, self.me, self.time, self.timeouts = context, context.me, time, time.timeouts
+        self.context, self.me, self.time, self.timeouts = context, context.me, time, time.timeouts
         self._max_group, self.gather = max_group, gather
         self.decisions, self._rounds, self.view = decisions, rounds, view
         self._pending: dict[tuple[int, int], PendingGroup] = {}
-        self._usual: dict[int, GroupReady] = {}
-        """The form of this node's own contributions, by fragment."""
-        self.needed: dict[int, asyncio.Event] = {}
+        self._own: dict[int, OwnContribution] = {}
+        """By fragment."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._places = StreamPlaces(MAX_WAITING)
 
@@ -364,7 +369,14 @@ class GroupLeader:
         """Note this node's own contribution: others that differ are refused, even before its own
         training is there. ``needed``: set once its training waits for the outcome.
         """
-        self._usual[mine.fragment], self.needed[mine.fragment] = mine, needed
+        self._own[mine.fragment] = OwnContribution(mine, needed)
+
+    def needed(self, fragment: int) -> asyncio.Event:
+        """Return the event that is set once this node's training waits for ``fragment``; it never
+        is if nothing was contributed.
+        """
+        own = self._own.get(fragment)
+        return asyncio.Event() if own is None else own.needed
 
     async def serve(self, stream: Stream) -> None:
         """Serve one member, from its ready message to the decision."""
@@ -437,11 +449,11 @@ class GroupLeader:
         if self.view.barred([peer]):  # it is no member here, and must not be taken for a newcomer
             return BARRED
         if peer != self.me and peer not in self.view.members():
-            self._context.look()
-        if ready.swarm != self._context.swarm:
-            here = self._context.swarm
+            self.context.look()
+        if ready.swarm != self.context.swarm:
+            here = self.context.swarm
             return f"this node is in swarm {here}, the contribution is for {ready.swarm}"
-        if ready.model != self._context.model:
+        if ready.model != self.context.model:
             return "the models differ in the names, shapes or types of their parameters"
         fragments = self._rounds.fragments
         if ready.fragment > fragments:  # one beyond the schedule's: the last average
@@ -454,9 +466,9 @@ class GroupLeader:
     def _difference(self, ready: GroupReady) -> str | None:
         """Return in what a contribution differs from this node's, or from those that wait here."""
         pending = self._pending.get((ready.round, ready.fragment))
-        usual = self._usual.get(ready.fragment)
-        if usual is not None:
-            return difference(usual.model_copy(update={"round": ready.round}), ready)
+        own = self._own.get(ready.fragment)
+        if own is not None:
+            return difference(own.ready.model_copy(update={"round": ready.round}), ready)
         if pending is not None and pending.members:
             return difference(next(iter(pending.members.values())).ready, ready)
         return None
@@ -485,8 +497,8 @@ class GroupLeader:
         fragment = probe.fragment
         if self.view.barred([peer]):
             return GroupReceipt(verdict="refuse", reason=BARRED, round=round)
-        if probe.swarm != self._context.swarm:
-            reason = f"this node is in swarm {self._context.swarm}"
+        if probe.swarm != self.context.swarm:
+            reason = f"this node is in swarm {self.context.swarm}"
             return GroupReceipt(verdict="refuse", reason=reason, round=round)
         instead = self._rounds.instead(round, fragment)
         if instead is not None:
@@ -527,7 +539,7 @@ class GroupLeader:
 
     def _is_behind(self, leader: str, round: int) -> bool:
         """Return whether ``leader`` comes before this node in the order of the round."""
-        return order(self._context.seed, round, [leader, self.me])[0] == leader
+        return order(self.context.seed, round, [leader, self.me])[0] == leader
 
     def _admit(self, peer: str, member: MemberState) -> PendingGroup:
         key = (member.ready.round, member.ready.fragment)
@@ -607,7 +619,7 @@ class GroupLeader:
             return
         self._rounds.formed(*key)
         self.view.mark_absent(self.view.here() - set(members))
-        groups = partition_into_groups(self._context.seed, key[0], members, self._max_group)
+        groups = partition_into_groups(self.context.seed, key[0], members, self._max_group)
         for names in groups:
             group = {peer: members[peer] for peer in names}
             self.start(GroupCommit(self, key, group, alone=len(groups) == 1).run())
@@ -638,17 +650,17 @@ class GroupLeader:
                 await self._follow(self.me, receipt, key[0], pending)
             missing -= {self.me}
             if missing:
-                self._context.look()
+                self.context.look()
             asked = sorted(missing)[:MAX_GROUP]
             await asyncio.gather(*(self._probe(peer, key, pending) for peer in asked))
 
     def _question(self, key: tuple[int, int]) -> GroupProbe:
-        return GroupProbe(swarm=self._context.swarm, round=key[0], fragment=key[1])
+        return GroupProbe(swarm=self.context.swarm, round=key[0], fragment=key[1])
 
     async def _probe(self, peer: str, key: tuple[int, int], pending: PendingGroup) -> None:
         seconds = self.timeouts.probe(self.timeouts.wait)
         try:
-            opening = self._context.host.open(
+            opening = self.context.host.open(
                 peer, self._protocol, addresses=self.view.addresses(peer), timeout=seconds
             )
             stream = await opening
@@ -660,7 +672,7 @@ class GroupLeader:
         pending.probed.add(peer)
         with contextlib.closing(stream):
             try:
-                sealed = seal(self._question(key), self._context.identity)
+                sealed = seal(self._question(key), self.context.identity)
                 await stream.send(sealed, seconds)
                 receipt = unpack(await stream.receive(GroupReceipt.LIMIT, seconds), GroupReceipt)
             except (NetworkError, MessageError) as error:

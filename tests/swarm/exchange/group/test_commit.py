@@ -282,7 +282,8 @@ def test_departed_reporter_has_no_say():
     leaves nobody out.
     """
     members = {name: MemberState(None, b"", None, 0.0) for name in "abc"}
-    commit = GroupCommit(SimpleNamespace(decisions=None, needed={}), (0, 0), members, alone=True)
+    leader = SimpleNamespace(decisions=None, needed=lambda fragment: asyncio.Event())
+    commit = GroupCommit(leader, (0, 0), members, alone=True)
     nonce = fresh_nonce()
     for name, held in (("a", 0b111), ("b", 0b111), ("c", 0b101)):
         members[name].report(GroupReport(nonce=nonce, held=held))
