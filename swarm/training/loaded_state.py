@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from shoal.optim import OuterOptimizer
+from shoal.optim import OuterOptimizer, Ranks
 
 PLACE = ("steps", "position", "length", "round", "tokens", "sent_at", "applied", "arrivals")
 """What says how far an optimizer is: in its schedule, and among the rounds of its swarm."""
@@ -35,6 +35,37 @@ class LoadedState:
     """True if this node's next round is to have weight 0."""
     said: str = ""
     """What to tell the user once it is loaded."""
+
+
+class StateLoader:
+    """Loads saved states into a session's optimizer, each between `begin` and `end`."""
+
+    def __init__(self) -> None:
+        self.began_at = 0
+        """The swarm's round when this node took over its weights."""
+        self._loaded: LoadedState | None = None
+
+    def begin(
+        self, opt: OuterOptimizer, saved: dict[str, Any], ranks: Ranks | None
+    ) -> dict[str, Any]:
+        """Return what to load in place of ``saved``, the same in all ``ranks`` of this peer."""
+        began_at = self.began_at
+        round = opt.round
+        steps = opt.steps
+        if ranks is not None:  # rank 0 alone is in the network
+            began_at, round, steps = ranks.agreed((began_at, round, steps))
+        swarm_round = round if steps > 0 else began_at
+        self._loaded = of_later_round(opt, saved, swarm_round)
+        return self._loaded.state
+
+    def end(self, opt: OuterOptimizer) -> bool:
+        """Finish the load; return False if none was begun."""
+        loaded = self._loaded
+        self._loaded = None
+        if loaded is None:
+            return False
+        settle(opt, loaded)
+        return True
 
 
 def of_later_round(opt: OuterOptimizer, saved: Mapping[str, Any], swarm_round: int) -> LoadedState:

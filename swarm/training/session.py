@@ -38,7 +38,6 @@ from shoal.optim.outer.inner import Inner
 from shoal.optim.parameters import AveragedParameters
 from shoal.optim.ranks.orders import Channel, LeadOptimizer
 from shoal.swarm.changes import changed, described
-from shoal.swarm.exchange.contribution import model_digest
 from shoal.swarm.exchange.pair.exchange import PairExchange
 from shoal.swarm.exchange.robust import LossCheck
 from shoal.swarm.membership.membership import Membership
@@ -46,9 +45,11 @@ from shoal.swarm.membership.overview import overview
 from shoal.swarm.settings.outer import OuterSettings
 from shoal.swarm.settings.training import TrainSettings
 from shoal.swarm.topics.status import StatusReporter
+from shoal.swarm.training.averaged_state import AveragedState
 from shoal.swarm.training.factories import make_exchange, make_outer, make_screen
 from shoal.swarm.training.last_average import EndReport, LastAverage, averages_at_end, end_loop
-from shoal.swarm.training.loaded_state import LoadedState, of_later_round, settle
+from shoal.swarm.training.loaded_state import StateLoader
+from shoal.swarm.training.loop_report import LoopReport
 from shoal.swarm.training.loss_trial import LossTrial
 from shoal.swarm.training.member import TrainingMember
 from shoal.swarm.training.record_keeper import RoundReport
@@ -63,7 +64,6 @@ from shoal.swarm.training.session_setup import (
     fitting,
 )
 from shoal.swarm.training.shard import Shard, least_used
-from shoal.swarm.training.step_rate import LoopSpeed
 from shoal.swarm.training.step_watch import StepWatch, follow
 from shoal.swarm.wire.record import NodeRecord, Round
 from shoal.swarm.wire.record import State as DirectoryState
@@ -72,8 +72,6 @@ if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
 
     from shoal.swarm.exchange.group.exchange import GroupExchange
-
-ANNOUNCE_S = 1.0  # between two announcements within a round
 
 log = logging.getLogger(__name__)
 
@@ -130,19 +128,9 @@ class Session:
         channel: Channel | None,
     ) -> None:
         self._swarm = swarm
-        self._params = params
-        self._model = model
+        self._state = AveragedState.of(params, model, fragment_of)
         self._ranks = ranks
         self._channel = channel
-        if fragment_of and len(fragment_of) != len(params):
-            raise SessionError(
-                f"The swarm's manifest divides {len(fragment_of)} parameters into fragments, not "
-                f"{len(params)}: make it anew."
-            )
-        self._fragments = [
-            [p for p, at in zip(params, fragment_of, strict=True) if at == n]
-            for n in sorted({*fragment_of})
-        ]
         self.settings: OuterSettings = settings
         """The swarm's settings of averaging."""
         self.train: TrainSettings = train
@@ -153,32 +141,30 @@ class Session:
         """Called between two steps, in every rank of this peer, when ``train`` has changed: the
         loop owns its rate and its end.
         """
-        self.seed: int = shard.seed
-        """The swarm's random seed, by which the data is assigned to shards."""
         self.shard = shard
         """The part of the data to train on, so that peers learn from different ones; it is not
         checked.
         """
-        self._digest = model_digest(params)
         self._screen = make_screen(self.settings)
         self._exchange: SessionExchange | None = None
         self._member: TrainingMember | None = None
         self._opt: OuterOptimizer | None = None
-        self._on_round: Callable[[RoundInfo], None] | None = None
         self.on_report: Callable[[RoundInfo, RoundReport, Round], None] | None = None
         """Called after each exchange of this node, with what it cost and what others see of it,
         before the optimizer's own ``on_round``.
         """
-        self._began_at = 0  # the swarm's round, when this node took over its weights
-        self._loads: LoadedState | None = None  # while a saved state is being loaded
-        self._loss: float | None = None
-        self._speed = LoopSpeed()
-        self._round = -1
+        self._loader = StateLoader()
+        self._loop = LoopReport()
         self._finished = self._closed = False
         self._watch = StepWatch()
         self._last: LastAverage | None = None
         self.ended: EndReport | None = None
         """What the last average came to, once `finish` has made one."""
+
+    @property
+    def seed(self) -> int:
+        """The swarm's random seed, by which the data is assigned to shards."""
+        return self.shard.seed
 
     @property
     def link(self) -> str:
@@ -196,7 +182,7 @@ class Session:
     @property
     def parameters(self) -> list[Tensor]:
         """The averaged parameters, in the order of all peers."""
-        return list(self._params)
+        return list(self._state.params)
 
     @property
     def progress(self) -> int:
@@ -254,7 +240,12 @@ class Session:
 
     def _real_exchange(self, opt: OuterOptimizer) -> PairExchange | GroupExchange:
         return make_exchange(
-            self._membership, self.settings, self._screen, opt, seed=self.seed, model=self._digest
+            self._membership,
+            self.settings,
+            self._screen,
+            opt,
+            seed=self.seed,
+            model=self._state.digest,
         )
 
     def optimizer(self, inner: Inner | None = None, **options: Any) -> OuterOptimizer:
@@ -268,15 +259,11 @@ class Session:
         """
         if options:
             check_options(self.settings, options)
-        made = Stepped([*self._params]) if inner is None else inner
+        made = Stepped([*self._state.params]) if inner is None else inner
         return self._made(made, self.exchange(), **{"ranks": self._ranks} | options)
 
     def _made(self, inner: Inner, exchange: Any, **options: Any) -> OuterOptimizer:
-        if not self._fragments and self._model is None and (self.settings.fragments or 1) > 1:
-            raise SessionError(
-                "The swarm cuts the model by layer: hand in the module as state, not a list of its "
-                "parameters."
-            )
+        self._state.check_can_be_cut(self.settings.fragments)
         place = options.pop("slow_device", "cpu")
         device = place if isinstance(place, Path) else torch.device(place)
         length = round_length(self.settings.round, time.time, self._speeds)
@@ -284,10 +271,10 @@ class Session:
             self.settings,
             inner,
             exchange,
-            model=self._model,
+            model=self._state.model,
             slow_device=device,
             length=length,
-            fragments=self._fragments,
+            fragments=self._state.fragments,
             **options,
         )
 
@@ -311,20 +298,20 @@ class Session:
                 "all of its own"
             )
             return
-        if self._model is None or self._opt is None:
+        if self._state.model is None or self._opt is None:
             raise SessionError(
                 "Trying partners needs the module as state, and the session's optimizer: make it "
                 "first."
             )
         self._screen.loss_check = LossCheck(
-            LossTrial(loss, iter(batches), self._model, self._opt, log.warning)
+            LossTrial(loss, iter(batches), self._state.model, self._opt, log.warning)
         )
 
     def _expected(self) -> OuterOptimizer:
         """Return an optimizer with the swarm's settings that holds no memory."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the user's own optimizer warns
-            return self._made(Stepped(self._params), Alone(), slow_device="meta")
+            return self._made(Stepped(self._state.params), Alone(), slow_device="meta")
 
     def _speeds(self) -> list[float]:
         return announced_speeds(self._membership)
@@ -344,26 +331,8 @@ class Session:
                 "inner optimizers in together (NoLoCo([muon, adamw], ...)), or begin another "
                 "session for another model."
             )
-        lacking, more = self._params.compared(parameters)
-        if len(lacking) == len(self._params):
-            raise SessionError(
-                "None of the optimizer's parameters is in the session's state: make it of the "
-                "model that is handed in as state, both after the model is moved, cast or wrapped."
-            )
-        if lacking:
-            raise SessionError(
-                f"The optimizer trains {len(self._params) - len(lacking)} of the "
-                f"{len(self._params)} parameters of the session's state, and not {lacking[0]}: "
-                "hand in as state what it trains, or let it train the rest too (in several "
-                "optimizers, as a list)."
-            )
-        if more:
-            raise SessionError(
-                f"The optimizer trains {len(more)} parameters that are not in the session's state, "
-                f"such as one of shape {tuple(more[0].shape)}: hand in the whole model as state, "
-                "or exclude them (exclude=[...])."
-            )
-        return self._params
+        self._state.check_trained(parameters)
+        return self._state.params
 
     def _attach(self, opt: OuterOptimizer) -> None:
         """Become a member; called while ``opt`` is made, of the parameters that ``_ordered``
@@ -375,12 +344,13 @@ class Session:
         self._opt = opt
         if self._channel is not None:
             self._opt = cast(OuterOptimizer, LeadOptimizer(opt, self._channel))
-        self._on_round, opt.on_round = opt.on_round, self._after_round
+        own_on_round = opt.on_round
+        opt.on_round = partial(self._after_round, own_on_round)
         try:
             self._together(self._become_member)
         except BaseException:
             self._opt = self._member = None
-            opt.on_round = self._on_round
+            opt.on_round = own_on_round
             raise
         opt.register_step_post_hook(self._after_step)
         opt.register_load_state_dict_pre_hook(self._loading)
@@ -407,16 +377,16 @@ class Session:
             opt,
             self._exchange.inner,
             self._screen,
-            model=self._digest,
+            model=self._state.digest,
             name=self._name,
             shard=self.shard,
         )
         if averages_at_end(self.settings):
-            self._last = LastAverage(membership, self.settings, opt.fragments, self._digest)
+            self._last = LastAverage(membership, self.settings, opt.fragments, self._state.digest)
             self._last.announce = member.end
             self._last.say = log.info
-        self._began_at = begin(
-            membership, self._digest, opt, member, self._announce, first=self._first
+        self._loader.began_at = begin(
+            membership, self._state.digest, opt, member, self._announce, first=self._first
         )
         self._watch.late = self.progress
         member.reporter = StatusReporter(membership, self._name)
@@ -458,27 +428,25 @@ class Session:
         self._member.announce(state)
 
     def _measure(self, member: TrainingMember) -> None:
-        opt = self._opt
-        assert opt is not None
-        member.records.lost(training=self._loss)
-        member.records.rates = self._speed.look(opt.steps, opt.tokens, member.exchange.waited)
-        self._round = opt.round
+        assert self._opt is not None
+        self._loop.write(self._opt, member)
 
     def report(self, loss: float) -> None:
         """Set this node's training loss, nats, that others see; one that is not finite is not
         sent.
         """
-        self._loss = float(loss)
+        self._loop.loss = float(loss)
 
-    def _after_round(self, info: RoundInfo) -> None:
+    def _after_round(self, own: Callable[[RoundInfo], None] | None, info: RoundInfo) -> None:
+        """Report a round, then call the optimizer's ``own`` on_round."""
         self._together(partial(self._follow_round, info))
-        if self._on_round is not None:
-            self._on_round(info)
+        if own is not None:
+            own(info)
 
     def _follow_round(self, info: RoundInfo) -> None:
         assert self._member is not None
         report = self._member.on_round(info)
-        done = self._member.report_round(info, report, self._loss)
+        done = self._member.report_round(info, report, self._loop.loss)
         for notice in self._member.news():
             log.warning("%s", notice.said)
         if self.on_report is not None:
@@ -499,7 +467,7 @@ class Session:
                 opt.round // opt.fragments,
             )
         self._follow_changes()
-        if opt.round != self._round or self._speed.since_look() >= ANNOUNCE_S:
+        if self._loop.is_due(opt):
             self._announce("training")
             for notice in self._member.news():
                 log.warning("%s", notice.said)
@@ -510,23 +478,12 @@ class Session:
         """
         if self._closed or self._finished:
             return state
-        opt: OuterOptimizer = optimizer
-        began_at = self._began_at
-        round = opt.round
-        steps = opt.steps
-        if self._ranks is not None:  # rank 0 alone is in the network
-            began_at, round, steps = self._ranks.agreed((began_at, round, steps))
-        swarm_round = round if steps > 0 else began_at
-        self._loads = of_later_round(opt, state, swarm_round)
-        return self._loads.state
+        return self._loader.begin(optimizer, state, self._ranks)
 
     def _loaded(self, optimizer: Any) -> None:
         """Go on in the round that was loaded."""
-        loads, self._loads = self._loads, None
-        if loads is None:
-            return
-        settle(optimizer, loads)
-        self._together(self._go_on)
+        if self._loader.end(optimizer):
+            self._together(self._go_on)
 
     def _go_on(self) -> None:
         if self._member is not None:

@@ -22,6 +22,7 @@ from shoal.optim import (
     method_named,
     strided,
 )
+from shoal.swarm.training.averaged_state import AveragedState
 from shoal.swarm.training.session import Session
 from shoal.swarm.training.session_setup import parameters_of
 from tests.support.outer_training import Recording, model, train
@@ -280,7 +281,7 @@ def test_a_session_sees_what_the_caller_unfreezes():
     """
     net = Adapted()
     session = object.__new__(Session)
-    session._model, session._params, session._ranks = net, parameters_of(net), None
+    session._state, session._ranks = AveragedState.of(parameters_of(net), net, ()), None
     session.exchange, made = Alone, []
     session._made = lambda inner, exchange, **options: (
         made.append(NoLoCo(inner, exchange, every=2, lag=0, model=net)) or made[-1]

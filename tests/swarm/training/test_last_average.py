@@ -54,7 +54,7 @@ def peers(count, steps=20):
     link = first.link
 
     def one(number):
-        net = first._model if number == 0 else model(number)
+        net = first._state.model if number == 0 else model(number)
         session = (
             first
             if number == 0
@@ -94,7 +94,7 @@ def test_a_member_that_left_shows_with_whom_it_ended():
 
     def stays():
         with first:
-            net = first._model
+            net = first._state.model
             loop(first.optimizer(sgd(net)), net, 0, steps=20)
             first.finish()
 
@@ -125,7 +125,7 @@ def test_a_late_loop_is_waited_for():
 
     def early():
         with first:
-            net = first._model
+            net = first._state.model
             opt = first.optimizer(sgd(net))
             loop(opt, net, 0, steps=20)
         return [p.detach().clone() for p in net.parameters()], first.ended
@@ -172,7 +172,7 @@ def test_who_dies_at_the_end_is_left_out():
         return any(member.name == "peer-2" and member.finished for member in members)
 
     def stays(session, number):
-        net = session._model
+        net = session._state.model
         with session:
             opt = session.optimizer(sgd(net))
             loop(opt, net, number, steps=20)
@@ -192,7 +192,7 @@ def test_a_session_measures_what_the_mean_gained():
     link = first.link
 
     def run(session, number):
-        net = session._model
+        net = session._state.model
         with session:
             opt = session.optimizer(sgd(net))
             loop(opt, net, number, steps=20)

@@ -20,6 +20,7 @@ from shoal.swarm.identity import Identity
 from shoal.swarm.manifest import open_manifest
 from shoal.swarm.settings.outer import OuterSettings
 from shoal.swarm.training import session_setup
+from shoal.swarm.training.averaged_state import AveragedState
 from shoal.swarm.training.factories import make_exchange, make_screen
 from shoal.swarm.training.session import Session
 from shoal.swarm.training.session_setup import ALONE_S, LOOK_S, OWN_LOOP, PATIENCE_S, SessionError
@@ -199,7 +200,7 @@ def session(check_loss=True, model=True, optimizer=True):
     return SimpleNamespace(
         settings=SimpleNamespace(check_loss=check_loss),
         _screen=DistanceScreen(suspect=0),
-        _model=module if model else None,
+        _state=AveragedState.of(session_setup.parameters_of(module), module if model else None, ()),
         _opt=opt if optimizer else None,
         _ranks=None,
     )
