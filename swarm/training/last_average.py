@@ -12,14 +12,11 @@ model at the end".
 
 from __future__ import annotations
 
-import logging
-import math
 import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
-from shoal.optim import Alone, Ranks
 from shoal.optim.exchange.base import Contribution, Exchange, Handle, Mean, NoPartner
 from shoal.optim.exchange.update_screen import TRUSTING, UpdateScreen
 from shoal.optim.outer.optimizer import OuterOptimizer
@@ -60,9 +57,6 @@ keeps its own weights.
 """
 MAX_PEERS_NAMED = 4
 """Members that a sentence names."""
-
-
-log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -388,35 +382,4 @@ def average_at_end(
     members = opt.average_over(exchange, enough=enough, accept=taken if checked else None)
     if members and not checked:
         report.loss_after = held_out_loss()
-    return report
-
-
-def end_loop(
-    opt: OuterOptimizer,
-    last: LastAverage | None,
-    ranks: Ranks | None,
-    settings: OuterSettings,
-    evaluate: Callable[[], float] | None,
-) -> EndReport:
-    """Do `average_at_end` for a loop of its own, and log what came of it.
-
-    ``last``: None in other ranks than the first.
-    """
-    exchange: Exchange = Alone() if last is None else last
-    if ranks is not None:
-        exchange = ranks.exchange(exchange)
-        exchange.attach(opt)
-
-    def held_out_loss() -> float | None:
-        if evaluate is None:
-            return None
-        with opt.averaged():
-            loss = float(evaluate())
-        return loss if math.isfinite(loss) else None
-
-    checked = settings.check_loss and evaluate is not None
-    report = average_at_end(opt, last, exchange, held_out_loss, checked=checked)
-    if last is not None:
-        complete = report.members and not report.missing and not report.refused
-        log.log(logging.INFO if complete else logging.WARNING, "%s", report.said())
     return report

@@ -47,8 +47,9 @@ from shoal.swarm.settings.training import TrainSettings
 from shoal.swarm.topics.status import StatusReporter
 from shoal.swarm.training.averaged_state import AveragedState
 from shoal.swarm.training.factories import make_exchange, make_outer, make_screen
-from shoal.swarm.training.last_average import EndReport, LastAverage, averages_at_end, end_loop
+from shoal.swarm.training.last_average import EndReport, LastAverage, averages_at_end
 from shoal.swarm.training.loaded_state import StateLoader
+from shoal.swarm.training.loop_end import LoopEnd
 from shoal.swarm.training.loop_report import LoopReport
 from shoal.swarm.training.loss_trial import LossTrial
 from shoal.swarm.training.member import TrainingMember
@@ -155,16 +156,19 @@ class Session:
         """
         self._loader = StateLoader()
         self._loop = LoopReport()
-        self._finished = self._closed = False
+        self._closed = False
         self._watch = StepWatch()
-        self._last: LastAverage | None = None
-        self.ended: EndReport | None = None
-        """What the last average came to, once `finish` has made one."""
+        self._end = LoopEnd(settings, ranks)
 
     @property
     def seed(self) -> int:
         """The swarm's random seed, by which the data is assigned to shards."""
         return self.shard.seed
+
+    @property
+    def ended(self) -> EndReport | None:
+        """What the last average came to, once `finish` has made one."""
+        return self._end.report
 
     @property
     def link(self) -> str:
@@ -382,9 +386,10 @@ class Session:
             shard=self.shard,
         )
         if averages_at_end(self.settings):
-            self._last = LastAverage(membership, self.settings, opt.fragments, self._state.digest)
-            self._last.announce = member.end
-            self._last.say = log.info
+            last = LastAverage(membership, self.settings, opt.fragments, self._state.digest)
+            last.announce = member.end
+            last.say = log.info
+            self._end.last = last
         self._loader.began_at = begin(
             membership, self._state.digest, opt, member, self._announce, first=self._first
         )
@@ -476,7 +481,7 @@ class Session:
         """Return what is loaded of a saved state: of the swarm's weights and its, those of the
         later round count.
         """
-        if self._closed or self._finished:
+        if self._closed or self._end.begun:
             return state
         return self._loader.begin(optimizer, state, self._ranks)
 
@@ -541,13 +546,9 @@ class Session:
         Call it once, after the last step; ``with`` does it too. ``evaluate``: returns the held-out
         loss, nats, of the model as it is. `ended` says with whom, and what was gained.
         """
-        if self._opt is None or self._finished or self._closed:
+        if self._opt is None or self._end.begun or self._closed:
             return
-        self._finished = True
-        if not averages_at_end(self.settings) or self._opt.steps == 0:
-            self._opt.finish()
-            return
-        self.ended = end_loop(self._opt, self._last, self._ranks, self.settings, evaluate)
+        self._end.run(self._opt, evaluate)
 
     def close(self) -> None:
         """Leave the swarm, in at most some ten seconds. The optimizer goes on without partners."""
