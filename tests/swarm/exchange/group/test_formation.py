@@ -2,6 +2,7 @@
 memberships.
 """
 
+import asyncio
 import re
 import threading
 import time
@@ -190,6 +191,33 @@ def test_one_peer_takes_few_places_of_a_leader(school):
 
     assert [judged(round) for round in (5, 2**53, 7, 8)] == ["noted", "noted", "busy", "busy"]
     assert [judged(5, fragment) for fragment in (1, 2, 2**53)] == ["noted", "refuse", "refuse"]
+
+
+def test_own_contribution_refuses_others_before_it_waits(school):
+    """What this node contributed last says what it will, so nobody that differs waits in vain."""
+    leader = school.peers(1)[0].exchange._leader
+    mine = GroupReady(
+        swarm=leader.context.swarm,
+        round=4,
+        fragment=0,
+        model=leader.context.model,
+        codec="float32",
+        shapes=bytes(32),
+        nbytes=4,
+        weight=1.0,
+        sha256=bytes(32),
+        patience=9.0,
+        nonce=bytes(16),
+    )
+    other = mine.model_copy(update={"round": 5, "codec": "bfloat16"})
+    assert leader._judge("x", other).verdict == "noted"
+    leader.expect(mine, asyncio.Event())
+    receipt = leader._judge("x", other)
+    assert (receipt.verdict, receipt.reason) == (
+        "refuse",
+        "the codec is float32 here and bfloat16 there",
+    )
+    assert leader._judge("x", mine.model_copy(update={"round": 5})).verdict == "noted"
 
 
 def test_dead_peer_is_probed_not_waited_for(school, monkeypatch):
