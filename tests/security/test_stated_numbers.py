@@ -75,6 +75,9 @@ ROWS = {
         )
         or (name == "change" and kind != "member")
     ),
+    "policy of another node": lambda kind, name: (
+        kind == "policy-version" and name in ("version", "links")
+    ),
     "work of others": lambda kind, name: (kind, name) == ("receipts", "work"),
     "changes of the settings": lambda kind, name: (
         (kind == "change" and name in ("number", "parts")) or (kind, name) == ("member", "change")

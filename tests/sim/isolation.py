@@ -13,7 +13,7 @@ from unittest.mock import patch
 from shoal.optim.codecs import slices
 from shoal.swarm.exchange import kept_streams
 from shoal.swarm.exchange.group import exchange as group_exchange
-from shoal.swarm.exchange.group import reduction
+from shoal.swarm.exchange.group import streams
 from tests.sim.clock import VirtualLoop
 from tests.sim.memory_stream import Ends, stream_pair
 
@@ -55,7 +55,7 @@ def isolated(loop: VirtualLoop) -> Iterator[ErrorCollector]:
         with (
             patch.object(group_exchange, "connected", _connected),
             patch.object(kept_streams, "KEPT_S", 5.0),
-            patch.object(reduction, "WINDOW", 0),
+            patch.object(streams, "WINDOW", 0),
             patch.object(slices, "BLOCK", 2),
         ):
             yield errors

@@ -165,10 +165,13 @@ def test_what_is_over_leaves_nothing_in_the_store():
     assert store.num_keys() == PEERS  # how often each has come
 
 
-@pytest.mark.parametrize(("size", "dropped"), [(0, 0), (2, 0), (3, 1), (6, 0)])
-def test_a_group_that_hardly_ever_meets_again_is_not_kept(size, dropped):
+@pytest.mark.parametrize(
+    ("size", "members", "dropped"),
+    [(0, (0, 1, 2), 0), (2, (0, 1), 0), (2, (0, 1, 2), 1), (3, (0, 1, 2), 1), (6, (0, 1, 2), 0)],
+)
+def test_a_group_that_hardly_ever_meets_again_is_not_kept(size, members, dropped):
     """Each has sockets and threads: with groups drawn anew in each round a process ran out of
-    them.
+    them. With pairs a chain of three is one.
     """
     mean, gone, offer = (
         Mean([], 1.0, ("0", "1", "2")),
@@ -178,7 +181,7 @@ def test_a_group_that_hardly_ever_meets_again_is_not_kept(size, dropped):
     exchange = object.__new__(Distributed)
     consensus = SimpleNamespace(
         arrive=lambda *_: None,
-        members=lambda _: (0, 1, 2),
+        members=lambda _: members,
         offers=lambda *_: [offer],
         over=None,
         agree=lambda *_: True,
@@ -192,11 +195,13 @@ def test_a_group_that_hardly_ever_meets_again_is_not_kept(size, dropped):
         _kept=SimpleNamespace(add=lambda key, ticket: None),
     )
     ticket, payload = (
-        SimpleNamespace(expected=(0, 1, 2), closed=threading.Event()),
+        SimpleNamespace(expected=members, closed=threading.Event()),
         SimpleNamespace(codec=FLOAT32, message=None),
     )
     assert (
-        exchange._meet(SimpleNamespace(key=None, ticket=ticket, offer=offer, payload=payload))
+        exchange._meet(
+            SimpleNamespace(key=None, ticket=ticket, offer=offer, payload=payload, chain=())
+        )
         is mean
     )
     assert len(gone) == dropped

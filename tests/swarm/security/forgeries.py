@@ -16,6 +16,7 @@ from shoal.swarm.gossip.envelope import BodyAnnouncement
 from shoal.swarm.identity import Identity
 from shoal.swarm.manifest import Manifest
 from shoal.swarm.topics.attestation import Attestation, sign_record
+from shoal.swarm.topics.policy_versions import PolicyVersion
 from shoal.swarm.topics.receipts import Receipts
 from shoal.swarm.topics.rollout import Rollout
 from shoal.swarm.topics.status import Status
@@ -27,6 +28,7 @@ from tests.support.records import in_groups, member_of
 ELSEWHERE = "b" * 52
 HONEST, LIAR, GUEST, VICTIM = (Identity.ephemeral() for _ in range(4))
 ROUND = 5
+ISSUED = time.time()
 
 
 def member(**changes):
@@ -169,6 +171,11 @@ def decision(**changes):
 def average(**changes):
     digest = digest_of(torch.zeros(4, dtype=torch.uint8))
     return GroupAverage(**{"swarm": SWARM, "nonce": bytes(16), "sha256": digest, **changes})
+
+
+def version(**changes):
+    fields = {"swarm": SWARM, "peer": HONEST.peer_id, "version": 3, "nbytes": 8}
+    return PolicyVersion(**{**fields, "sha256": bytes(32), "issued": ISSUED, **changes})
 
 
 # -- what is forged --------------------------------------------------------------------------------

@@ -42,6 +42,7 @@ from shoal.swarm.p2p.stream import Stream
 from shoal.swarm.pacing.meter import TrafficMeter
 from shoal.swarm.seed.registry import SeedRegistry
 from shoal.swarm.topics.attestation import Attestations
+from shoal.swarm.topics.policy_versions import PolicyFollower
 from shoal.swarm.topics.receipts import Receipts
 from shoal.swarm.topics.rollout_pool import RolloutPool
 from shoal.swarm.topics.status import Status
@@ -81,6 +82,7 @@ from tests.swarm.security.forgeries import (
     receipts,
     rollout,
     status,
+    version,
 )
 
 WORDS = {
@@ -379,7 +381,8 @@ class Topics(Court):
     again = True
 
     def __init__(self, network):
-        self.network, host = network, network.host()
+        self.network = network
+        self.host = host = network.host()
         self.gossip = Gossip(host, host.identity, SWARM, members=dict, fetch_s=1.0)
         self.topic = self.join()
         self.level = 0
@@ -429,6 +432,15 @@ class Notices(Topics):
     def judge(self, sealed, sender):
         said = super().judge(sealed, sender)
         return "" if said == "unavailable" else said
+
+
+class PolicyVersions(Topics):
+    """An older version than the newest is no fault, and changes nothing."""
+
+    make = staticmethod(version)
+
+    def join(self):
+        return PolicyFollower(self.gossip, self.host, HONEST.peer_id, always=True)._topic
 
 
 class Records(Topics):
@@ -503,6 +515,7 @@ COURTS = {
     "`group-average`": Averages,
     "`rollout`": Pools,
     "`notice`": Notices,
+    "`policy-version`": PolicyVersions,
     "`attestation`": Records,
     "`status`": Gates,
     "`receipts`, at a node": Tallies,
