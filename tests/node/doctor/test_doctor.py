@@ -13,6 +13,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
+import torch
 from click.testing import CliRunner
 
 from shoal.node.cli.main import cli
@@ -581,3 +582,19 @@ def test_errors_of_the_newest_run_here_are_noted(run_here):
     run_here(START, OWN, {"event": "end", "trained_alone": "this node trained alone"})
     with pytest.raises(Note, match="this node trained alone"):
         machine_checks.last_run(None, None)
+
+
+@pytest.mark.parametrize(
+    ("cuda", "hip", "platform", "says"),
+    [
+        ("12.8", None, "linux", "for CUDA 12.8"),
+        (None, "6.3", "linux", "for ROCm 6.3"),
+        (None, None, "linux", "a build for the processor only"),
+        (None, None, "darwin", "for Apple's GPU"),
+    ],
+)
+def test_build_of_torch_is_named(monkeypatch, cuda, hip, platform, says):
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr("sys.platform", platform)
+    assert machine_checks.torch(Visit(None), print) == f"{torch.__version__}, {says}"

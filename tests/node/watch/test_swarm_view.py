@@ -233,6 +233,7 @@ def test_faults_and_verdicts_are_reported_when_they_grow(authors):
             at=NOW + 2,
             without_partner=4,
             contributions_refused=1,
+            internal_errors=2,
             invalid=2,
             checked=7,
             claims=2,
@@ -240,6 +241,7 @@ def test_faults_and_verdicts_are_reported_when_they_grow(authors):
         ),
     )
     assert texts(view, "fault") == [
+        "anna met an error of its own code, not of the network, twice so far",
         "anna found no partner in a round and kept its own step, 4 times so far",
         "anna refused a contribution that was too far away, once so far",
     ]
