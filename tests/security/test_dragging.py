@@ -97,9 +97,9 @@ def swarm(shoal, steps, hostile_at):
         rounds = [event for event in events if event["event"] == "round"]
         told = [int(line) for line in lies[name].read_text().split()] if lies[name].exists() else []
         rows[name] = {
-            "steps": shoal.result(name)["steps"],
+            "steps": shoal.result(name)["progress"]["step"],
             "seconds": round(shoal.result(name)["wall_s"], 1),
-            "loss": shoal.result(name)["loss_last"],
+            "loss": shoal.result(name)["loss"]["held_out"],
             "round": max(event["round"] for event in rounds),
             "exchanges": sum(event["members"] > 1 for event in rounds),
             "lies": len(told),

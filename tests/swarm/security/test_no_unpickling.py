@@ -31,7 +31,7 @@ from shoal.swarm.exchange.context import PeerContext
 from shoal.swarm.exchange.group.exchange import GroupExchange
 from shoal.swarm.exchange.pair.exchange import PairExchange
 from shoal.swarm.exchange.timeouts import ExchangeTimeouts
-from shoal.swarm.gossip import neighbours
+from shoal.swarm.gossip import neighbour_faults
 from shoal.swarm.gossip.envelope import GossipEnvelope
 from shoal.swarm.gossip.frames import GossipTopics, frame_of, greet
 from shoal.swarm.gossip.gossip import Gossip
@@ -94,9 +94,9 @@ def victim(monkeypatch):
     """Yield a node's host with all handlers that a node has, whatever its method. It goes on with a
     neighbour that sends it nothing but pickles.
     """
-    monkeypatch.setattr(neighbours, "FAULTS", RateLimit())
-    monkeypatch.setattr(neighbours, "FAULTS_OF_RANGE", RateLimit())
-    monkeypatch.setattr(neighbours.Neighbours, "_shun", lambda *_: None)
+    monkeypatch.setattr(neighbour_faults, "FAULTS", RateLimit())
+    monkeypatch.setattr(neighbour_faults, "FAULTS_OF_RANGE", RateLimit())
+    monkeypatch.setattr(neighbour_faults.NeighbourFaults, "shun", lambda *_: None)
     identity = Identity.ephemeral()
     with Host.start(identity, timeout=60, validator=MemberValidator(SWARM)) as host:
         directory = Directory(host, identity, SWARM)
