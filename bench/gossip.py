@@ -55,7 +55,8 @@ from rich.table import Table
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-INSIDE = "SHOAL_GOSSIP_INSIDE"
+from bench._own_network import INSIDE, run_inside  # noqa: E402
+
 SWARM = "a" * 52
 WITHIN_S = 30.0  # after which a record counts as lost
 SETTLE_S = 4.0  # for the nodes to choose their neighbours
@@ -397,11 +398,7 @@ def main(arguments: list[str] | None = None) -> int:
     if min(counts) < 2 or options.records < 1 or options.processes < 1 or options.seconds <= 0:
         parser.error("there must be two nodes, a record, a process and some time, or more")
     if os.geteuid() == 0 and INSIDE not in os.environ:
-        script = [sys.executable, __file__, *(sys.argv[1:] if arguments is None else arguments)]
-        inner = ["sh", "-c", 'ip link set lo up && exec "$@"', "sh", *script]
-        return subprocess.run(
-            ["unshare", "--net", *inner], env={**os.environ, INSIDE: "1"}, check=False
-        ).returncode
+        return run_inside(__file__, sys.argv[1:] if arguments is None else arguments)
     rows = []
     for count in counts:
         for row in attacked(count, options) if options.attack else measured(count, options):

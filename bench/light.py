@@ -35,7 +35,6 @@ import json
 import multiprocessing
 import os
 import statistics
-import subprocess
 import sys
 import time
 from multiprocessing.connection import Connection
@@ -44,7 +43,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-SWARM, MODEL, INSIDE = "a" * 52, "0" * 64, "SHOAL_LIGHT_INSIDE"
+from bench._own_network import INSIDE, run_inside
+
+SWARM, MODEL = "a" * 52, "0" * 64
 ATTEMPTS = 5  # to start a peer
 ABOUT: dict[str, Any] = {
     "name": "light",
@@ -403,11 +404,7 @@ def main(arguments: list[str] | None = None) -> int:
     if not 0 < options.period < 30:
         parser.error("a record lives for 30 s, so --period must be below")
     if os.geteuid() == 0 and INSIDE not in os.environ:
-        script = [sys.executable, __file__, *(sys.argv[1:] if arguments is None else arguments)]
-        inner = ["sh", "-c", 'ip link set lo up && exec "$@"', "sh", *script]
-        return subprocess.run(
-            ["unshare", "--net", *inner], env={**os.environ, INSIDE: "1"}, check=False
-        ).returncode
+        return run_inside(__file__, sys.argv[1:] if arguments is None else arguments)
     found = measured(options)
     line = json.dumps(found)
     if options.into:

@@ -19,6 +19,7 @@ from shoal.swarm.internal_errors import InternalErrors
 from shoal.swarm.p2p.resource_manager import ResourceManager
 from shoal.swarm.p2p.stream import Stream
 from shoal.swarm.pacing.meter import TrafficMeter
+from shoal.swarm.wire.messages import GroupReady
 from tests.support.loop_thread import LoopThread
 from tests.support.records import member_of
 
@@ -181,3 +182,21 @@ class GroupPeer:
         """Return the number of members that wait at this peer for the group of a round."""
         pending = self.exchange._leader._pending.get((round, fragment))
         return 0 if pending is None else len(pending.members)
+
+
+def group_ready(context, **changes):
+    """Return a ready message for a group of the peer's swarm and model (``context``)."""
+    fields = {
+        "swarm": context.swarm,
+        "round": 0,
+        "fragment": 0,
+        "model": context.model,
+        "codec": "float32",
+        "shapes": bytes(32),
+        "nbytes": 4,
+        "weight": 1.0,
+        "sha256": bytes(32),
+        "patience": 9.0,
+        "nonce": bytes(16),
+    }
+    return GroupReady(**{**fields, **changes})

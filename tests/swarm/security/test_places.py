@@ -20,7 +20,8 @@ from shoal.swarm.state import state_server as state_server_module
 from shoal.swarm.state.chunk_server import ChunkServer
 from shoal.swarm.state.state_server import StateServer
 from shoal.swarm.wire.envelope import pack, seal
-from shoal.swarm.wire.messages import GroupHello, GroupReady, GroupReceipt, StateRequest
+from shoal.swarm.wire.messages import GroupHello, GroupReceipt, StateRequest
+from tests.support.fake_network import group_ready
 
 SWARM, MODEL, MOST = "a" * 52, "0" * 64, 4
 HOME, CROWD = "10.1.0.1", "10.2.0.1"
@@ -149,19 +150,7 @@ def test_group_leader_keeps_its_own_place(monkeypatch, school):
     people = [Identity.ephemeral() for _ in range(MOST + 1)]
 
     def caller(who, origin):
-        ready = GroupReady(
-            swarm=context.swarm,
-            round=0,
-            fragment=0,
-            model=context.model,
-            codec="float32",
-            shapes=bytes(32),
-            nbytes=4,
-            weight=1.0,
-            sha256=bytes(32),
-            patience=9.0,
-            nonce=bytes(16),
-        )
+        ready = group_ready(context)
         return Caller(who.peer_id, origin, seal(ready, who))
 
     async def main():
@@ -196,19 +185,7 @@ def test_a_leader_whose_rounds_are_taken_gives_the_furthest_up(school):
     leader._pending = {
         (round, 0): PendingGroup({"x": waiting(round)}) for round in range(100, 100 + MAX_PENDING)
     }
-    ready = GroupReady(
-        swarm=context.swarm,
-        round=3,
-        fragment=0,
-        model=context.model,
-        codec="float32",
-        shapes=bytes(32),
-        nbytes=4,
-        weight=1.0,
-        sha256=bytes(32),
-        patience=9.0,
-        nonce=bytes(16),
-    )
+    ready = group_ready(context, round=3)
     assert leader._judge("y", ready).verdict == "noted"
     assert gone == [99 + MAX_PENDING]
     assert (

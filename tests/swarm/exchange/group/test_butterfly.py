@@ -23,21 +23,6 @@ CODEC = "sign+ef,back=e3m0+ef"
 SHAPES = [(64, 1000), (3000,), (5,)]
 
 
-@pytest.fixture
-def attempts(monkeypatch):
-    """Every attempt of a leader: the way, how many took part, and whether a mean was decided on."""
-    made, attempt = [], GroupCommit._try_reduction
-
-    async def noted(commit, reduction, until):
-        came = len(commit._members)
-        decided = await attempt(commit, reduction, until)
-        made.append((reduction, came, decided))
-        return decided
-
-    monkeypatch.setattr(GroupCommit, "_try_reduction", noted)
-    return made
-
-
 def tensors_of(number, round=0):
     generator = torch.Generator().manual_seed(100 * round + number)
     return [torch.randn(shape, generator=generator) for shape in SHAPES]

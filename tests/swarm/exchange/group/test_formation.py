@@ -17,7 +17,7 @@ from shoal.swarm.exchange.group.deadline import GroupDeadline
 from shoal.swarm.exchange.group.exchange import GroupExchange
 from shoal.swarm.exchange.group.leader import LEADER_PROTOCOL, PendingGroup
 from shoal.swarm.exchange.timeouts import ExchangeTimeouts
-from shoal.swarm.wire.messages import GroupReady
+from tests.support.fake_network import group_ready
 from tests.support.pair_peers import at_once
 
 
@@ -169,19 +169,7 @@ def test_one_peer_takes_few_places_of_a_leader(school):
     """
     one = school.peers(1)[0]
     leader, context = one.exchange._leader, one.exchange._context
-    ready = GroupReady(
-        swarm=context.swarm,
-        round=0,
-        fragment=0,
-        model=context.model,
-        codec="float32",
-        shapes=bytes(32),
-        nbytes=4,
-        weight=1.0,
-        sha256=bytes(32),
-        patience=9.0,
-        nonce=bytes(16),
-    )
+    ready = group_ready(context)
 
     def judged(round, fragment=0):
         found = leader._judge("x", ready.model_copy(update={"round": round, "fragment": fragment}))
@@ -196,19 +184,7 @@ def test_one_peer_takes_few_places_of_a_leader(school):
 def test_own_contribution_refuses_others_before_it_waits(school):
     """What this node contributed last says what it will, so nobody that differs waits in vain."""
     leader = school.peers(1)[0].exchange._leader
-    mine = GroupReady(
-        swarm=leader.context.swarm,
-        round=4,
-        fragment=0,
-        model=leader.context.model,
-        codec="float32",
-        shapes=bytes(32),
-        nbytes=4,
-        weight=1.0,
-        sha256=bytes(32),
-        patience=9.0,
-        nonce=bytes(16),
-    )
+    mine = group_ready(leader.context, round=4)
     other = mine.model_copy(update={"round": 5, "codec": "bfloat16"})
     assert leader._judge("x", other).verdict == "noted"
     leader.expect(mine, asyncio.Event())
