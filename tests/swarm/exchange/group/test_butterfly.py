@@ -272,7 +272,9 @@ def test_a_share_that_cannot_be_used_is_named(school, monkeypatch, attempts, wro
     send = Butterfly._send
 
     async def lying(butterfly, stream, payload):
-        usual = butterfly._me != liar.id or butterfly._own is not None
+        own = butterfly._own
+        is_average = own is not None and payload is own.payload
+        usual = butterfly._me != liar.id or is_average
         await (send if usual else wrong)(butterfly, stream, payload)
 
     monkeypatch.setattr(Butterfly, "_send", lying)
