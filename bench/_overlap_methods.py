@@ -76,6 +76,10 @@ class Method(ABC):
     def rounds(self) -> int:
         """Exchanges with others that have succeeded so far."""
 
+    def alone(self) -> int | None:
+        """Exchanges so far that found no partner; None if the method does not count them."""
+        return None
+
     def waited(self) -> float | None:
         """Seconds blocked so far by the method's own meter; None if it has none."""
         return None
@@ -120,7 +124,7 @@ class Ours(Method):
             announce=announce,
             bootstrap=known,
         )
-        self._rounds = 0
+        self._rounds = self._alone = 0
 
     def address(self) -> dict[str, Any]:
         return {"peer": self.host.peer_id, "addresses": self.host.addresses()}
@@ -185,10 +189,16 @@ class Ours(Method):
         return model, makers[self.setup.method](inner, self.exchange, every=every, **options)
 
     def _on_round(self, info: Any) -> None:
-        self._rounds += len(info.members) > 1
+        if len(info.members) > 1:
+            self._rounds += 1
+        else:
+            self._alone += 1
 
     def rounds(self) -> int:
         return self._rounds
+
+    def alone(self) -> int:
+        return self._alone
 
     def waited(self) -> float | None:
         return float(self.exchange.waited)

@@ -46,16 +46,18 @@ class Run:
     def window(self, steps: int) -> dict[str, Any]:
         """``steps`` inner steps and what they took."""
         rounds, waited = self.method.rounds(), self.method.waited() or 0.0
+        alone = self.method.alone() or 0
         began = time.monotonic()
         for _ in range(steps):
             self.step()
         wall = time.monotonic() - began
-        after = self.method.waited()
+        after, alone_after = self.method.waited(), self.method.alone()
         return {
             "wall_s": wall,
             "busy_s": steps * self.setup.step_s,
             "waited_s": None if after is None else after - waited,
             "rounds": self.method.rounds() - rounds,
+            "alone": None if alone_after is None else alone_after - alone,
             "lag": getattr(self.opt, "lag", None),
         }
 

@@ -21,9 +21,10 @@ utilisation = computing / wall time = 1 - wait / wall, where *all* that is not c
 waiting: transfers, finding each other, encryption, copies, the outer step. All have their defaults:
 ours find their lag, and torchft has the longest that it can have; --lag sets it for ours. --warm
 rounds come before those that are measured, for all methods alike, so that connections are there and
-lags are found; what is still in flight at the end is in flight at the beginning, too. As root the
-links are network namespaces with `tc tbf` and a wire in user space for the delay; else relays,
-which only programs that can announce an address can use: the others are skipped.
+lags are found; what is still in flight at the end is in flight at the beginning, too. The lag is
+that of the last six rounds: --warm 6 leaves out the first exchanges, which dial. As root the links
+are network namespaces with `tc tbf` and a wire in user space for the delay; else relays, which only
+programs that can announce an address can use: the others are skipped.
 """
 
 from __future__ import annotations
@@ -88,6 +89,8 @@ class Plan:
     """Of ours, if it is set."""
     codec: str | None = None
     """Of ours, if it is set."""
+    slow: int = 1
+    """How many times as long as the others' the last node's steps take."""
 
     @property
     def model_bytes(self) -> int:
@@ -96,6 +99,10 @@ class Plan:
     def sync_s(self) -> float:
         """The least that an exchange of the whole model takes."""
         return self.model_bytes * 8 / (self.mbit * 1e6)
+
+    def times_slower(self, rank: int) -> int:
+        """How many times as long as the first node's the steps of a node take."""
+        return self.slow if rank == self.nodes - 1 else 1
 
     def steps(self, method: str) -> tuple[int, int]:
         """Inner steps to warm up and to measure: whole rounds; for DDP about the same time, if it
@@ -135,7 +142,7 @@ def measure(method: str, link: Link, plan: Plan) -> dict[str, Any]:
                 link.ip(rank),
                 link.port(rank),
                 link.announced(rank),
-                plan.step_s,
+                plan.step_s * plan.times_slower(rank),
                 plan.every,
                 plan.layers,
                 WIDTH,
@@ -159,10 +166,15 @@ def measure(method: str, link: Link, plan: Plan) -> dict[str, Any]:
                 end.tell(**order)
             return [end.answer(patience) for end in ends]
 
+        def all_run(steps: int) -> list[dict[str, Any]]:
+            for rank, end in enumerate(ends):
+                end.tell(do="run", steps=steps // plan.times_slower(rank))
+            return [end.answer(patience) for end in ends]
+
         all_do(do="meet", all=addresses)
-        all_do(do="run", steps=warm)
+        all_run(warm)
         before = link.sent()
-        windows = all_do(do="run", steps=steps)
+        windows = all_run(steps)
         sent = [after - since for after, since in zip(link.sent(), before, strict=True)]
     finally:
         for end in ends:
@@ -183,12 +195,17 @@ def scheduled(method: str) -> list[str]:
 
 
 def row(method: str, windows: list[dict[str, Any]], sent: list[int], steps: int) -> dict[str, Any]:
-    """The mean over the nodes of what they measured."""
+    """The mean over the nodes of what they measured; ``least`` is that of the worst node.
+
+    ``nobody`` is the part of all exchanges that found no partner, None for methods that do not say.
+    """
 
     def mean(name: str) -> float:
         return float(sum(window[name] for window in windows) / len(windows))
 
     wall, busy = mean("wall_s"), mean("busy_s")
+    alone = [window["alone"] for window in windows if window["alone"] is not None]
+    met = sum(window["rounds"] for window in windows)
     return {
         "method": method,
         "steps": steps,
@@ -197,6 +214,8 @@ def row(method: str, windows: list[dict[str, Any]], sent: list[int], steps: int)
         "wait_s": round(wall - busy, 2),
         "blocked_s": round(mean("waited_s"), 2) if windows[0]["waited_s"] is not None else None,
         "utilisation": round(busy / wall, 4),
+        "least": round(min(window["busy_s"] / window["wall_s"] for window in windows), 4),
+        "nobody": round(sum(alone) / max(met + sum(alone), 1), 4) if alone else None,
         "sent_mb": round(sum(sent) / len(sent) / 1e6, 1),
         "lag": max(
             (window["lag"] for window in windows if window["lag"] is not None), default=None
@@ -268,6 +287,8 @@ def show(found: list[dict[str, Any]], plan: Plan) -> None:
             "wait s",
             "blocked s",
             "utilisation",
+            "worst node",
+            "found nobody",
             "MB sent per node",
             "lag",
             title=f"{plan.nodes} nodes, {plan.mbit:g} Mbit/s (found {probe['mbit']:.1f}), "
@@ -284,6 +305,8 @@ def show(found: list[dict[str, Any]], plan: Plan) -> None:
                 "wait_s",
                 "blocked_s",
                 "utilisation",
+                "least",
+                "nobody",
                 "sent_mb",
                 "lag",
             )
@@ -348,6 +371,12 @@ def arguments() -> argparse.Namespace:
         help="inner steps that a fragment of ours may take; else each node finds its own",
     )
     parser.add_argument("--codec", help="of ours, as in `shoal up --codec`; else each method's own")
+    parser.add_argument(
+        "--slow",
+        type=count,
+        default=1,
+        help="the last node's steps take so many times as long, and it makes as many fewer",
+    )
     parser.add_argument("--link", choices=("auto", "namespaces", "relay"), default="auto")
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
     parser.add_argument(
@@ -410,6 +439,7 @@ def main() -> int:
         options.fragments,
         options.lag,
         options.codec,
+        options.slow,
     )
 
     def end(*_: Any) -> None:

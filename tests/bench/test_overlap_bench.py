@@ -76,21 +76,43 @@ def test_pairs_and_groups_over_relays_and_who_cannot_use_them(program):
     assert "utilisation" in done.stderr
 
 
+def window(wall_s, busy_s, waited_s, rounds, alone, lag):
+    return {
+        "wall_s": wall_s,
+        "busy_s": busy_s,
+        "waited_s": waited_s,
+        "rounds": rounds,
+        "alone": alone,
+        "lag": lag,
+    }
+
+
 def test_rows_are_means_over_the_nodes():
-    first = {"wall_s": 12.0, "busy_s": 9.0, "waited_s": 1.0, "rounds": 3, "lag": 5}
-    second = {"wall_s": 8.0, "busy_s": 9.0, "waited_s": 2.0, "rounds": 2, "lag": 7}
+    first = window(12.0, 9.0, 1.0, 3, 2, 5)
+    second = window(10.0, 9.0, 2.0, 2, 1, 7)
     found = row("noloco", [first, second], [4_000_000, 6_000_000], 90)
     assert found == {
         "method": "noloco",
         "steps": 90,
         "rounds": 2,
-        "wall_s": 10.0,
-        "wait_s": 1.0,
+        "wall_s": 11.0,
+        "wait_s": 2.0,
         "blocked_s": 1.5,
-        "utilisation": 0.9,
+        "utilisation": 0.8182,
+        "least": 0.75,
+        "nobody": 0.375,  # 3 of 8
         "sent_mb": 5.0,
         "lag": 7,
     }
+
+
+def test_a_method_that_counts_nobody_says_none():
+    assert row("ddp", [window(2.0, 1.0, 0.0, 3, None, None)], [1], 9)["nobody"] is None
+
+
+def test_the_last_node_can_be_slower():
+    plan = Plan(4, 100, 10, 100, 0.1, 3, 2, 4, None, slow=4)
+    assert [plan.times_slower(rank) for rank in range(4)] == [1, 1, 1, 4]
 
 
 def test_the_figures_of_all_delays_in_one_list():
