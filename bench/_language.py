@@ -15,18 +15,20 @@ import functools
 import math
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from bench._hacpo import Correction
 from bench._world import Completion, Group, Settings, World
 from shoal.node.rl.environment import HELD_OUT, Env, EnvError, Environment, Question
 from shoal.node.rl.gym import Gym
 from shoal.node.rl.hf import HF
 from shoal.node.rl.loading import load_env, load_policy
 from shoal.node.rl.policy import Policy
-from shoal.node.rl.strings import Strings
+from shoal.node.rl.strings import RULES, Strings
 from shoal.node.rl.tiny import HABITS, Tiny
 from shoal.node.rl.update import RolloutGroup as Learnt
 from shoal.node.rl.update import loss_of, make_update
@@ -47,6 +49,8 @@ FAMILIES: dict[str, dict[str, int]] = {
 }
 """Of reasoning-gym, such that answers are short and some questions are easy."""
 WIDTH, LAYERS, VOCABULARY = 128, 4, 512
+SMALLER_WIDTH, SMALLER_LAYERS = 32, 1
+"""tiny: of the smaller policy of nodes that differ in size; those of `small` halve."""
 BATCH, WARM_LR = 64, 2e-3
 SMALL_LR, SMALL_TOKENS = 1e-4, 8  # at 3e-4 it forgets within 20 updates what it was taught
 HF_WARM_LR, WRITTEN = 5e-5, 16
@@ -64,6 +68,11 @@ class Families:
         gym = self._gyms[index % len(self._gyms)]
         found = gym.question(seed, index)
         return Question(found.prompt, found.answer, (gym, found))
+
+    def family(self, question: Question) -> int:
+        """Return the place of the question's family in `FAMILIES`."""
+        gym, _ = question.data
+        return self._gyms.index(gym)
 
     def reward(self, question: Question, completion: str) -> float:
         gym, found = question.data
@@ -141,18 +150,27 @@ class Learner:
         self.seconds["judge"] += time.process_time() - began
         return rewards
 
-    def learn(self, groups: Sequence[Group], rewards: Sequence[Sequence[float]]) -> None:
+    def learn(
+        self,
+        groups: Sequence[Group],
+        rewards: Sequence[Sequence[float]],
+        correction: Correction | None = None,
+    ) -> None:
         began = time.process_time()
         update = make_update(
             [self._learnt(group, given) for group, given in zip(groups, rewards, strict=True)]
         )
         if update is not None:
-            objective = Objective(
-                self.settings.loss, per=self.settings.per, max_tokens=self.policy.max_tokens
-            )
-            loss, _ = loss_of(self.policy, update, objective, self.settings.temperature)
+            loss = self.settings.loss
+            if correction is not None:
+                update = replace(
+                    update, advantages=correction.advantages(update.advantages, rewards)
+                )
+                loss = correction.loss(loss, rewards)
+            objective = Objective(loss, per=self.settings.per, max_tokens=self.policy.max_tokens)
+            value, _ = loss_of(self.policy, update, objective, self.settings.temperature)
             self.optimizer.zero_grad()
-            torch.autograd.backward(loss)
+            torch.autograd.backward(value)
             self.optimizer.step()
         self.seconds["learn"] += time.process_time() - began
 
@@ -207,7 +225,9 @@ def questions(env: Env, seed: int, count: int) -> list[Question]:
 
 
 @functools.lru_cache(maxsize=64)
-def _warm(habit: str, seed: int) -> Tiny:
+def _warm(habit: str, seed: int, is_smaller: bool = False) -> Tiny:
+    if is_smaller:
+        return Tiny(Strings(), habit, seed=seed, layers=SMALLER_LAYERS, width=SMALLER_WIDTH)
     return Tiny(Strings(), habit, seed=seed)
 
 
@@ -224,7 +244,7 @@ def tiny_world(settings: Settings, seed: int) -> World:
     habits = list(HABITS)
     policies = tuple(
         Learner(
-            copy.deepcopy(_warm(habits[number % len(habits)], seed)),
+            copy.deepcopy(_warm(habits[number % len(habits)], seed, is_smaller(settings, number))),
             env,
             asked,
             settings,
@@ -233,15 +253,22 @@ def tiny_world(settings: Settings, seed: int) -> World:
         )
         for number in range(settings.nodes)
     )
-    return World(tuple(right), tuple(wrong), policies)
+    rules = [list(RULES).index(question.prompt.partition(":")[0]) for question in asked]
+    return World(tuple(right), tuple(wrong), policies, families=tuple(rules))
 
 
-@functools.lru_cache(maxsize=1)
-def prepare(settings: Settings) -> tuple[Policy, Env]:
-    """Return what all nodes begin with."""
+def is_smaller(settings: Settings, node: int) -> bool:
+    return settings.unlike == "size" and node % 2 == 1
+
+
+@functools.lru_cache(maxsize=2)
+def prepare(settings: Settings, smaller: bool = False) -> tuple[Policy, Env]:
+    """Return what all nodes begin with, or all those with the smaller policy."""
     env, folder = environment(settings.env), settings.base
+    if smaller:
+        folder = folder.with_name(f"{folder.name}-half")
     if settings.solved:
-        _teach(settings, env.made)
+        _teach(settings, env.made, folder, WIDTH // 2 if smaller else WIDTH)
     if settings.policy == "small":
         policy: Policy = _policy(*_loaded(folder))
     else:
@@ -254,30 +281,34 @@ def prepare(settings: Settings) -> tuple[Policy, Env]:
 
 
 def language_world(settings: Settings, seed: int) -> World:
-    """The same model and questions for all nodes."""
-    policy, env = prepare(settings)
+    """The same questions for all nodes, and the same model unless they differ in size."""
+    _, env = prepare(settings)
     asked = questions(env, seed, QUESTIONS)
     right = tuple(str(question.answer) for question in asked)
-    policies = tuple(
-        Learner(copy.deepcopy(policy), env, asked, settings, seed=seed * 1_000_003 + number)
-        for number in range(settings.nodes)
-    )
-    return World(right, ("",) * len(right), policies, policies[0].judge)
+    policies = []
+    for number in range(settings.nodes):
+        policy, _ = prepare(settings, is_smaller(settings, number))
+        own_seed = seed * 1_000_003 + number
+        policies.append(Learner(copy.deepcopy(policy), env, asked, settings, seed=own_seed))
+    families = None
+    if isinstance(env.made, Families):
+        families = tuple(map(env.made.family, asked))
+    return World(right, ("",) * len(right), tuple(policies), policies[0].judge, families)
 
 
 # What learns from solved questions first
 
 
-def _teach(settings: Settings, env: Environment) -> None:
-    """Make the model in ``settings.base`` from batches of solved questions, if it is not there
-    yet.
+def _teach(settings: Settings, env: Environment, folder: Path, width: int) -> None:
+    """Make the model in ``folder`` from batches of solved questions, if it is not there yet.
+
+    ``width``: of a small one.
     """
-    folder = settings.base
     if (folder / "config.json").exists():
         return
     is_small = settings.policy == "small"
     policy = (
-        _untrained(env)
+        _untrained(env, width)
         if is_small
         else HF(*_loaded(Path(settings.policy.removeprefix("hf:"))), lr=SMALL_LR)
     )
@@ -300,8 +331,11 @@ def _policy(model: Any, tokenizer: Any) -> HF:
     return policy
 
 
-def _untrained(env: Environment) -> HF:
-    """Make the small model with random weights; its vocabulary from questions, digits apart."""
+def _untrained(env: Environment, width: int) -> HF:
+    """Make the small model with random weights; its vocabulary from questions, digits apart.
+
+    Its layers and heads are in proportion to its ``width``.
+    """
     import tokenizers
     import transformers
 
@@ -329,11 +363,11 @@ def _untrained(env: Environment) -> HF:
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=len(tokenizer),
-        hidden_size=WIDTH,
-        intermediate_size=3 * WIDTH,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=4,
+        hidden_size=width,
+        intermediate_size=3 * width,
+        num_hidden_layers=LAYERS * width // WIDTH,
+        num_attention_heads=4 * width // WIDTH,
+        num_key_value_heads=4 * width // WIDTH,
         max_position_embeddings=512,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,

@@ -35,7 +35,14 @@ the paper, and "final" is of greedy answers to held-out questions; --rows has ot
 is 4/4 without the others. "interval" is that of Student's t for the mean, at 95 %; "sums" are those
 of the seeds; "ratio" has the geometric mean of the seeds' ratios to the first row, and its
 interval. "tokens" are those that all nodes wrote in a run. "seconds" are those of the processor for
-a round of all nodes, "parts" where they go, "tokens_s" the tokens written in a second of writing.
+a round of all nodes, "parts" where they go, "tokens_s" the tokens written in a second of writing,
+"wall" what a round takes by the first row's, also if writing took another share of that.
+With --unlike every other node has a smaller policy, is slower or asks questions of other families
+(bench/_world.py), "kinds" has both kinds, and a row as 4/4+baseline one of the changes that HACPO
+makes for others' groups (bench/_hacpo.py):
+
+    python bench/sapo.py --policy tiny --unlike size --rows 8/0,4/4,4/4+baseline,4/4+clip --json
+
 With --resume each run is a line of FILE, and not made again.
 `hf:DIR` first learns from --solved batches of solved questions, all its weights, and is kept in
 --base; then only an adapter learns.
@@ -64,8 +71,9 @@ from torch import Tensor
 if not __package__:  # run as a file: the folder above is not on the path then
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench._language import Learner, language_world, prepare, tiny_world
-from bench._world import Completion, Group, Settings, World
+from bench._hacpo import CHANGES, Capability, Correction
+from bench._language import Learner, is_smaller, language_world, prepare, tiny_world
+from bench._world import UNLIKE, Completion, Group, Settings, World, questions_of, share_of
 from shoal.optim.rl.advantages import group_advantages
 from shoal.optim.rl.completions import Completions
 from shoal.optim.rl.losses import LOSSES, MEANS
@@ -74,6 +82,8 @@ from shoal.optim.rollout_selection import Candidate, select
 
 SHARES = ((8, 0), (6, 2), (4, 4), (2, 6))
 LANGUAGE_SHARES = ((8, 0), (4, 4), (2, 6))
+WRITING_SHARES = (0.5, 0.8, 0.95)
+"""Of the seconds of a round, in the first row, for which "wall" says what another row takes."""
 SMALL_SOLVED = 900  # batches of solved questions that the small policy begins with
 POISONED = (4, 4)
 GROUP = 8  # completions of a question
@@ -108,7 +118,12 @@ class Linear:
         drawn = torch.multinomial(known.exp(), count, replacement=True, generator=self.generator)
         return tuple(Completion(str(int(number)), (float(known[number]),)) for number in drawn)
 
-    def learn(self, groups: Sequence[Group], rewards: Sequence[Sequence[float]]) -> None:
+    def learn(
+        self,
+        groups: Sequence[Group],
+        rewards: Sequence[Sequence[float]],
+        correction: Correction | None = None,
+    ) -> None:
         written = [
             (network, group.question, one)
             for network, group in enumerate(groups)
@@ -120,9 +135,13 @@ class Linear:
         flat = torch.tensor([value for values in rewards for value in values], dtype=torch.float64)
         new = self._log_probs()[questions, tokens][:, None]
         mask = torch.ones_like(new, dtype=torch.bool)
-        batch = Completions(new, new.detach(), mask, group_advantages(flat, places), behaviour)
+        advantages, loss = group_advantages(flat, places), self.loss
+        if correction is not None:
+            advantages = correction.advantages(advantages, rewards)
+            loss = correction.loss(loss, rewards)
+        batch = Completions(new, new.detach(), mask, advantages, behaviour)
         self.optimizer.zero_grad()
-        torch.autograd.backward(policy_loss(batch, self.loss, per=self.per, max_tokens=1))
+        torch.autograd.backward(policy_loss(batch, loss, per=self.per, max_tokens=1))
         self.optimizer.step()
 
     def accuracy(self, last: bool = False) -> float:
@@ -136,12 +155,23 @@ def linear_world(settings: Settings, seed: int) -> World:
     shared = (
         torch.randn(QUESTIONS, FEATURES, generator=generator, dtype=torch.float64) / FEATURES**0.5
     )
-    features = torch.cat([settings.overlap * shared, torch.eye(QUESTIONS, dtype=torch.float64)], 1)
+    own = torch.eye(QUESTIONS, dtype=torch.float64)
+    halved = torch.eye(QUESTIONS // 2, dtype=torch.float64).repeat(2, 1)
     right = torch.randint(ANSWERS, (QUESTIONS,), generator=generator)
     wrong = (right + torch.randint(1, ANSWERS, (QUESTIONS,), generator=generator)) % ANSWERS
     seeds = torch.randint(2**62, (settings.nodes,), generator=generator).tolist()
-    policies = tuple(Linear(features, right, settings, number) for number in seeds)
-    return World(tuple(map(str, right.tolist())), tuple(map(str, wrong.tolist())), policies)
+    policies = []
+    for node, number in enumerate(seeds):
+        # Of a smaller policy two questions share each own feature.
+        last = halved if is_smaller(settings, node) else own
+        features = torch.cat([settings.overlap * shared, last], 1)
+        policies.append(Linear(features, right, settings, number))
+    return World(
+        tuple(map(str, right.tolist())),
+        tuple(map(str, wrong.tolist())),
+        tuple(policies),
+        families=tuple(range(QUESTIONS)),
+    )
 
 
 WORLDS: dict[str, Callable[[Settings, int], World]] = {"linear": linear_world, "tiny": tiny_world}
@@ -158,31 +188,32 @@ def rewards_of(world: World, group: Group, answer: str) -> tuple[float, ...]:
 
 def train(
     world: World,
-    own: int,
-    foreign: int,
+    share: tuple[int, int],
     rounds: int,
     seed: int,
     liar: int | None = None,
     trusting: bool = False,
     late: int = 0,
     behind: int | None = None,
-) -> tuple[list[float], float]:
-    """The honest nodes' mean accuracy of each round, before it learns, and in the end."""
+    unlike: str | None = None,
+    changes: frozenset[str] = frozenset(),
+) -> tuple[list[list[float]], list[float]]:
+    """Each honest node's accuracy by rounds, before it learns, and in the end."""
     nodes = range(len(world.policies))
+    honest = [node for node in nodes if node != liar]
     beliefs = [world.wrong if node == liar else world.right for node in nodes]
+    shares = [share_of(node, share, unlike) for node in nodes]
+    asked = [questions_of(node, world, unlike) for node in nodes]
+    known = [Capability() for _ in nodes]
     draws, delays = torch.Generator().manual_seed(seed), torch.Generator().manual_seed(seed)
     before: list[list[list[Group]]] = []
 
-    def accuracy(last: bool = False) -> float:
-        return statistics.fmean(
-            world.policies[node].accuracy(last) for node in nodes if node != liar
-        )
-
-    history = []
+    history: list[list[float]] = [[] for _ in honest]
     for round in range(rounds):
         written: list[list[Group]] = [[] for _ in nodes]
         for node in nodes:
-            questions = torch.randperm(len(world.right), generator=draws)[:own].tolist()
+            drawn = torch.randperm(len(asked[node]), generator=draws)[: shares[node][0]].tolist()
+            questions = [asked[node][number] for number in drawn]
             for question, completions in zip(
                 questions, world.policies[node].complete(questions, GROUP), strict=True
             ):
@@ -193,7 +224,8 @@ def train(
                     )
                 written[node].append(Group(question, beliefs[node][question], completions))
         before.append(written)
-        history.append(accuracy())
+        for place, node in enumerate(honest):
+            history[place].append(world.policies[node].accuracy())
         for node in nodes:
             others = [author for author in nodes if author != node]
             made = dict(
@@ -222,18 +254,42 @@ def train(
             ]
             picked = select(
                 candidates,
-                foreign,
+                shares[node][1],
                 seed=seed * len(nodes) + node,
                 round=round,
                 max_age=0,
                 max_behind=behind,
             ).indices
             groups = [*written[node], *(pool[network][1] for network in picked)]
-            rewards = [rewards_of(world, group, group.answer) for group in written[node]] + [
-                judged[network] for network in picked
-            ]
-            world.policies[node].learn(groups, rewards)
-    return history, accuracy(last=True)
+            own = [rewards_of(world, group, group.answer) for group in written[node]]
+            rewards = own + [judged[network] for network in picked]
+            correction = None
+            if changes:
+                seen = [(node, one) for one in own]
+                seen += [(author, one) for (author, _), one in zip(pool, judged, strict=True)]
+                authors = [pool[network][0] for network in picked]
+                correction = correction_of(known[node], node, seen, authors, changes)
+            world.policies[node].learn(groups, rewards, correction)
+    return history, [world.policies[node].accuracy(last=True) for node in honest]
+
+
+def correction_of(
+    known: Capability,
+    node: int,
+    seen: Sequence[tuple[int, Sequence[float]]],
+    authors: Sequence[int],
+    changes: frozenset[str],
+) -> Correction:
+    """Return the changes to an update from a node's own groups and then others', by ``authors``.
+
+    ``seen``: author and rewards of each group of the round, from which capabilities follow.
+    """
+    for author in sorted({author for author, _ in seen}):
+        known.add(author, [rewards for other, rewards in seen if other == author])
+    own = sum(author == node for author, _ in seen)
+    ratios: list[float | None] = [None] * own
+    ratios += [known.ratio(author, node) for author in authors]
+    return Correction(changes, tuple(ratios))
 
 
 def run(
@@ -243,25 +299,39 @@ def run(
     together.
     """
     world = make(seed)
-    history, final = train(world, *share, rounds, seed, **faults)
+    histories, finals = train(world, share, rounds, seed, **faults)
     learners = [policy for policy in world.policies if isinstance(policy, Learner)]
     parts = (
         {part: sum(one.seconds[part] for one in learners) for part in ("write", "judge", "learn")}
         if learners
         else {}
     )
-    return {
-        "history": history,
-        "final": final,
+    found = {
+        "history": [statistics.fmean(each) for each in zip(*histories, strict=True)],
+        "final": statistics.fmean(finals),
         "parts": parts,
         "tokens": sum(one.tokens for one in learners),
     }
+    if faults.get("unlike"):
+        kinds = [
+            {
+                "history": [
+                    statistics.fmean(each) for each in zip(*histories[kind::2], strict=True)
+                ],
+                "final": statistics.fmean(finals[kind::2]),
+                "tokens": sum(one.tokens for one in learners[kind::2]),
+            }
+            for kind in (0, 1)
+        ]
+        found["kinds"] = kinds
+    return found
 
 
 def run_one(settings: Settings, seed: int, rounds: int, case: Mapping[str, Any]) -> dict[str, Any]:
     """One run, in a process of its own or not."""
     torch.set_num_threads(1)
-    return run(partial(WORLDS.get(settings.policy, language_world), settings), seed, rounds, **case)
+    make = partial(WORLDS.get(settings.policy, language_world), settings)
+    return run(make, seed, rounds, **case)
 
 
 def interval(values: Sequence[float]) -> tuple[float, float] | None:
@@ -313,7 +383,53 @@ def row_of(runs: Sequence[dict[str, Any]], base: Sequence[dict[str, Any]]) -> di
         row["tokens_s"] = round(sum(run["tokens"] for run in runs) / spent["write"], 1)
         row["seconds"] = round(sum(spent.values()) / rounds, 3)
         row["parts"] = {part: round(seconds / rounds, 3) for part, seconds in spent.items()}
+        row["wall"] = wall_of(runs, base)
     return row
+
+
+def seconds_of(runs: Sequence[dict[str, Any]]) -> tuple[float, float]:
+    """Return the seconds of a round that go into writing, and into all else."""
+    rounds = sum(len(run["history"]) for run in runs)
+    write = sum(run["parts"]["write"] for run in runs)
+    whole = sum(sum(run["parts"].values()) for run in runs)
+    return write / rounds, (whole - write) / rounds
+
+
+def wall_of(runs: Sequence[dict[str, Any]], base: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Return a round's seconds by those of the first row: of writing, of the rest, as measured, and
+    where writing were so large a share of the first row's round.
+    """
+    write, rest = (
+        one / other for one, other in zip(seconds_of(runs), seconds_of(base), strict=True)
+    )
+    found = {
+        "write": write,
+        "rest": rest,
+        "measured": sum(seconds_of(runs)) / sum(seconds_of(base)),
+    }
+    for share in WRITING_SHARES:
+        found[f"write {share}"] = share * write + (1 - share) * rest
+    return {name: round(ratio, 3) for name, ratio in found.items()}
+
+
+def kinds_of(
+    runs: Sequence[dict[str, Any]], base: Sequence[dict[str, Any]], unlike: str
+) -> dict[str, Any]:
+    """Return what each kind of nodes reached, by its name."""
+    found = {}
+    for kind, name in enumerate(UNLIKE[unlike]):
+        each = [run["kinds"][kind] for run in runs]
+        sums = [sum(one["history"]) for one in each]
+        first = [sum(run["kinds"][kind]["history"]) for run in base]
+        finals = [one["final"] for one in each]
+        found[name] = {
+            "cumulative": round(statistics.fmean(sums), 3),
+            "ratio": ratio_of(sums, first),
+            "final": round(statistics.fmean(finals), 4),
+            "final_ratio": ratio_of(finals, [run["kinds"][kind]["final"] for run in base]),
+            "tokens": round(statistics.fmean(one["tokens"] for one in each)),
+        }
+    return found
 
 
 def draw(curves: Mapping[str, Sequence[float]], about: str, path: Path, label: str) -> None:
@@ -344,13 +460,19 @@ def count(text: str) -> int:
     return int(text)
 
 
-def shares(text: str) -> list[tuple[int, int]]:
-    found = []
+def rows_of(text: str) -> dict[str, dict[str, Any]]:
+    """Return the rows by name: each has a share, and what of HACPO it changes."""
+    found: dict[str, dict[str, Any]] = {}
     for name in text.split(","):
-        own, slash, foreign = name.partition("/")
+        share, *changes = name.split("+")
+        own, slash, foreign = share.partition("/")
         if not (slash and own.isdecimal() and foreign.isdecimal() and int(own) > 0):
             raise argparse.ArgumentTypeError("must be like 8/0,4/4")
-        found.append((int(own), int(foreign)))
+        if not set(changes) <= set(CHANGES):
+            raise argparse.ArgumentTypeError(f"after + there must be one of {', '.join(CHANGES)}")
+        found[name] = {"share": (int(own), int(foreign))}
+        if changes:
+            found[name]["changes"] = frozenset(changes)
     return found
 
 
@@ -375,10 +497,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=count, default=150)
     parser.add_argument(
         "--rows",
-        type=shares,
-        help="own and foreign groups of each row  [default: 8/0,4/4,2/6, without a language model "
-        "also 6/2]",
+        type=rows_of,
+        help="own and foreign groups of each row, and what of HACPO it changes: 4/4+baseline+clip "
+        "[default: 8/0,4/4,2/6, without a language model also 6/2]",
     )
+    parser.add_argument("--unlike", choices=sorted(UNLIKE), help="in what nodes 1, 3, ... differ")
     parser.add_argument(
         "--loss", choices=sorted(LOSSES), help="[default: positive for tiny, else sapo]"
     )
@@ -437,6 +560,8 @@ def main() -> None:
         parser.error("--nodes must be at least 2: a node alone has nobody to learn from")
     options.loss = options.loss or ("positive" if options.policy == "tiny" else "sapo")
     language = options.policy not in WORLDS
+    if options.unlike == "size" and options.policy.startswith("hf:"):
+        parser.error("--unlike size needs a policy of which there is a smaller one: not hf:DIR")
     options.solved = options.solved or (SMALL_SOLVED if options.policy == "small" else 0)
     settings = Settings(
         policy=options.policy,
@@ -450,12 +575,11 @@ def main() -> None:
         base=options.base,
         solved=options.solved,
         device=options.device,
+        unlike=options.unlike,
     )
-    cases: dict[str, dict[str, Any]] = {
-        f"{own}/{foreign}": {"share": (own, foreign)}
-        for own, foreign in options.rows or (LANGUAGE_SHARES if language else SHARES)
-    }
-    if not language:
+    default = LANGUAGE_SHARES if language else SHARES
+    cases = options.rows or rows_of(",".join(f"{own}/{foreign}" for own, foreign in default))
+    if not language and options.unlike is None:
         cases["poison"] = {"share": POISONED, "liar": options.nodes - 1}
         cases["trusting"] = {**cases["poison"], "trusting": True}
     about = {
@@ -468,6 +592,8 @@ def main() -> None:
     about |= {"overlap": options.overlap, "late": options.late, "behind": options.behind}
     if language:
         about |= {"env": options.env, "temperature": options.temperature, "solved": options.solved}
+    if options.unlike:
+        about["unlike"] = options.unlike
     made = (
         options.resume.read_text(encoding="utf-8").splitlines()
         if options.resume and options.resume.exists()
@@ -476,7 +602,7 @@ def main() -> None:
     found = {
         (run["row"], run["seed"]): run for run in map(json.loads, made) if run["about"] == about
     }
-    faults = {"late": options.late, "behind": options.behind}
+    faults = {"late": options.late, "behind": options.behind, "unlike": options.unlike}
     left = [
         (name, seed) for seed in range(options.seeds) for name in cases if (name, seed) not in found
     ]
@@ -491,7 +617,8 @@ def main() -> None:
         for name, seed in left:
             keep(name, seed, run_one(settings, seed, options.rounds, {**cases[name], **faults}))
     else:
-        prepare(settings)  # so that they do not all do it
+        for node in range(options.nodes):
+            prepare(settings, is_smaller(settings, node))  # so that they do not all do it
         with ProcessPoolExecutor(options.at_once, multiprocessing.get_context("spawn")) as pool:
             work = {
                 pool.submit(run_one, settings, seed, options.rounds, {**cases[name], **faults}): (
@@ -508,6 +635,8 @@ def main() -> None:
         runs = [found[name, seed] for seed in range(options.seeds)]
         base = [found[next(iter(cases)), seed] for seed in range(options.seeds)]
         row = rows[name] = row_of(runs, base)
+        if options.unlike:
+            row["kinds"] = kinds_of(runs, base, options.unlike)
         curves[name] = [
             statistics.fmean(each)
             for each in zip(*([*one["history"], one["final"]] for one in runs), strict=True)

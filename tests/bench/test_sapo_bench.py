@@ -5,8 +5,14 @@ time.
 import json
 
 import pytest
+import torch
 
 from bench import sapo
+from bench._hacpo import Capability, Correction, clipped_weight
+from bench._world import Settings, questions_of, share_of
+from shoal.optim.rl.advantages import group_advantages
+from shoal.optim.rl.completions import Completions
+from shoal.optim.rl.losses import LOSSES
 
 ROWS = ["8/0", "6/2", "4/4", "2/6", "poison", "trusting"]
 LANGUAGE_ROWS = ["8/0", "4/4", "2/6"]
@@ -126,8 +132,141 @@ def test_loss_has_the_mean_of_its_paper(called, monkeypatch):
     assert set(given) == {"completion_sum"}
 
 
-@pytest.mark.parametrize("rows", ["8", "0/4", "a/b", "8/0,"])
+@pytest.mark.parametrize("rows", ["8", "0/4", "a/b", "8/0,", "+clip"])
 def test_rows_that_are_none_are_refused(called, rows):
     done = called(sapo.main, "--rows", rows)
     assert done.returncode == 2
     assert "must be like 8/0,4/4" in done.stderr
+
+
+def test_wall_time_is_that_of_writing_and_of_the_rest():
+    """Half of the writing saves more of a round the larger a share of it writing is."""
+    first = {"history": [0.0] * 2, "parts": {"write": 8.0, "judge": 1.0, "learn": 7.0}}
+    half = {"history": [0.0] * 4, "parts": {"write": 8.0, "judge": 1.0, "learn": 15.0}}
+    assert sapo.wall_of([half], [first]) == {
+        "write": 0.5,
+        "rest": 1.0,
+        "measured": 0.75,
+        "write 0.5": 0.75,
+        "write 0.8": 0.6,
+        "write 0.95": 0.525,
+    }
+
+
+# Nodes that differ
+
+
+def test_both_kinds_of_nodes_are_reported_by_name(called):
+    options = [
+        "--seeds",
+        "2",
+        "--rounds",
+        "3",
+        "--unlike",
+        "speed",
+        "--rows",
+        "8/0,4/4+clip",
+        "--json",
+    ]
+    result = json.loads(called(sapo.main, *options).stdout)
+    assert result["unlike"] == "speed"
+    assert list(result["rows"]) == ["8/0", "4/4+clip"]
+    for row in result["rows"].values():
+        kinds = row["kinds"]
+        assert set(kinds) == {"fast", "slow"}
+        mean = (kinds["fast"]["cumulative"] + kinds["slow"]["cumulative"]) / 2
+        assert mean == pytest.approx(row["cumulative"], abs=0.002)
+
+
+def test_a_slow_node_takes_what_it_does_not_write():
+    assert share_of(0, (4, 4), "speed") == (4, 4)
+    assert share_of(1, (4, 4), "speed") == (1, 7)
+    # Alone it has nobody to take them from.
+    assert share_of(1, (8, 0), "speed") == (2, 0)
+    assert share_of(1, (4, 4), "size") == (4, 4)
+
+
+def test_nodes_of_unlike_families_ask_no_question_of_both():
+    settings = Settings(policy="linear", nodes=2, loss=LOSSES["sapo"], rate=None)
+    world = sapo.linear_world(settings, seed=0)
+    asked = [set(questions_of(node, world, "families")) for node in (0, 1)]
+    assert not asked[0] & asked[1]
+    assert asked[0] | asked[1] == set(questions_of(0, world, None)) == set(range(sapo.QUESTIONS))
+
+
+def test_a_smaller_policy_tells_fewer_questions_apart():
+    settings = Settings(policy="linear", nodes=2, loss=LOSSES["sapo"], rate=None, unlike="size")
+    large, small = sapo.linear_world(settings, seed=0).policies
+    assert large.features.shape[1] - small.features.shape[1] == sapo.QUESTIONS // 2
+
+
+# HACPO's changes (2603.02604), from the formulas of the paper
+
+
+REWARDS = [(0.0, 1.0), (0.0, 0.0, 0.0, 1.0)]
+
+
+def plain_advantages():
+    flat = torch.tensor([reward for group in REWARDS for reward in group], dtype=torch.float64)
+    return group_advantages(flat, torch.tensor([0, 0, 1, 1, 1, 1]))
+
+
+def test_baseline_is_what_the_learner_would_have_reached():
+    """The author is twice as good, so the learner would have had half of the group's mean."""
+    changed = Correction(frozenset({"baseline"}), (None, 2.0))
+    found = changed.advantages(plain_advantages(), REWARDS)
+    deviation = (0.25 * 0.75) ** 0.5
+    expected = [(reward - 0.25 / 2) / deviation for reward in REWARDS[1]]
+    assert found[:2].tolist() == plain_advantages()[:2].tolist()  # its own group
+    assert found[2:].tolist() == pytest.approx(expected, rel=1e-3)
+
+
+def test_baseline_above_the_largest_reward_is_none():
+    changed = Correction(frozenset({"baseline"}), (None, 0.2))  # .25 / .2 is above 1
+    assert torch.equal(changed.advantages(plain_advantages(), REWARDS), plain_advantages())
+
+
+def test_groups_of_a_better_author_weigh_more():
+    changed = Correction(frozenset({"weight"}), (None, 2.0))
+    found = changed.advantages(plain_advantages(), REWARDS)
+    factors = torch.tensor([1.0, 1.0, 2.0, 2.0, 2.0, 2.0])
+    assert torch.equal(found, plain_advantages() * factors)
+
+
+def test_clipped_weight_has_value_and_gradient_of_the_paper():
+    """Ratios of sequences: .5 and 1.5 are clipped and have no gradient, .9 is not."""
+    ratios = torch.tensor([0.5, 0.9, 1.5], dtype=torch.float64)
+    new = (ratios.log()[:, None] - 1).expand(3, 2).clone().requires_grad_()
+    writer = torch.full((3, 2), -1.0, dtype=torch.float64)
+    advantages = torch.tensor([1.0, -2.0, 3.0], dtype=torch.float64)
+    mask = torch.ones(3, 2, dtype=torch.bool)
+    batch = Completions(new, new.detach(), mask, advantages, writer)
+    loss = clipped_weight(batch)
+    assert loss[:, 0].tolist() == pytest.approx([-0.8 * 0.8, 0.9 * 0.9 * 2, -3.0])
+    torch.autograd.backward(loss.mean(1).sum())
+    # Only one of the two factors .9 has a gradient: .9 * .9 * 2 for the mean of two tokens.
+    assert new.grad.sum(1).tolist() == pytest.approx([0.0, 0.9 * 0.9 * 2, 0.0])
+
+
+def test_only_others_completions_have_the_clipped_weight():
+    new = torch.zeros(6, 1, dtype=torch.float64)
+    mask = torch.ones(6, 1, dtype=torch.bool)
+    batch = Completions(new, new, mask, plain_advantages(), new - 1)
+    base = LOSSES["sapo"]
+    mixed = Correction(frozenset({"clip"}), (None, 2.0)).loss(base, REWARDS)(batch)
+    assert torch.equal(mixed[:2], base(batch)[:2])
+    assert torch.equal(mixed[2:], clipped_weight(batch)[2:])
+    assert Correction(frozenset({"weight"}), (None, 2.0)).loss(base, REWARDS) is base
+
+
+def test_capability_is_of_the_last_rounds_and_limited():
+    known = Capability()
+    assert known.ratio(1, 0) == 1.0
+    for _ in range(5):
+        known.add(0, [(0.0, 1.0)])
+        known.add(1, [(1.0, 1.0), (0.0, 1.0)])
+    assert known.ratio(1, 0) == pytest.approx(1.5)
+    for _ in range(5):
+        known.add(1, [(0.0, 0.0)])
+    assert known.ratio(1, 0) == 0.1
+    assert known.ratio(0, 1) == 10.0
