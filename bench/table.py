@@ -23,18 +23,18 @@ choice over. ``--small`` tunes nothing: it takes what was chosen by the short ru
 that come with the benchmark.
 
 "loss": nats a token on the reported half, of the slow weights; where peers differ in the end, the
-mean over their losses. "over_ddp_adamw": how much higher than data parallel training's, seed by
-seed, as a part. "bytes_per_param_step": bytes of payload that leave a peer for each parameter and
-inner step, with K peers: of the payload that a run handed to the exchange a pair sends 1, who
-gathers K - 1, who all-reduces float32 2 (K - 1) / K, as in a ring, and who averages a share for all
-(K - 1) / K of that and of the averages that come back (``shoal.swarm.exchange.cost``; the codecs of
-both ways stand in the codec's name). "times_fewer": how many times fewer these are than in data
-parallel training of as many peers, which all-reduces at every step. "utilisation": computed, for a
-model of 10 million parameters with steps of 0.1 s, on links of Mbit/s "/" milliseconds one way.
-"loss_at_equal_time": the loss after those steps that fit into the time in which peers that never
-wait make all of them, interpolated in the curve of the same run (whose learning rate was made for
-more steps). "lag": the steps that an exchange takes there, at most a round; the loss is that of a
-run with 16 (or five eighths of a round), whatever the link.
+mean over their losses. "over_ddp_muon" and "over_ddp_adamw": how much higher than data parallel
+training's with that optimizer, seed by seed, as a part. "bytes_per_param_step": bytes of payload
+that leave a peer for each parameter and inner step, with K peers: of the payload that a run handed
+to the exchange a pair sends 1, who gathers K - 1, who all-reduces float32 2 (K - 1) / K, as in a
+ring, and who averages a share for all (K - 1) / K of that and of the averages that come back
+(``shoal.swarm.exchange.cost``; the codecs of both ways stand in the codec's name). "times_fewer":
+how many times fewer these are than in data parallel training of as many peers, which all-reduces at
+every step. "utilisation": computed, for a model of 10 million parameters with steps of 0.1 s, on
+links of Mbit/s "/" milliseconds one way. "loss_at_equal_time": the loss after those steps that fit
+into the time in which peers that never wait make all of them, interpolated in the curve of the same
+run (whose learning rate was made for more steps). "lag": the steps that an exchange takes there, at
+most a round; the loss is that of a run with 16 (or five eighths of a round), whatever the link.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ FIRST_TEXT = RESULTS.with_name("table_first_text.jsonl")
 """Runs on an earlier form of the text, by which the settings of some rows were chosen."""
 PAGE = Path(__file__).with_name("results") / "tables.md"
 ALT = (
-    "How far each method ends above all-reduce with AdamW, by the bytes that leave a peer for a "
+    "How far each method ends above all-reduce with Muon, by the bytes that leave a peer for a "
     "parameter and inner step; four peers"
 )
 BEGIN, END = "<!-- table: begin -->\n", "<!-- table: end -->"

@@ -66,7 +66,9 @@ CODEC_NAMES = {
     "sign": "1 bit",
 }
 HIGHEST = 15.0
-"""Per cent over data parallel training; what is above stands at the edge, with its number."""
+"""Per cent over data parallel training with Muon. What is above stands at the edge, with its
+number.
+"""
 SMALL, LARGE = 10, 11
 """Points of the letters, in a picture of 475 points: legible on a telephone."""
 PLACES = (
@@ -107,7 +109,7 @@ def points(found: Sequence[Row]) -> list[Row]:
     that send anything.
     """
     known = [
-        row for row in found if row["over_ddp_adamw"] is not None and row["bytes_per_param_step"]
+        row for row in found if row["over_ddp_muon"] is not None and row["bytes_per_param_step"]
     ]
     return [row for row in known if row["peers"] == TUNED_PEERS]
 
@@ -115,8 +117,8 @@ def points(found: Sequence[Row]) -> list[Row]:
 def frontier(shown: Sequence[Row]) -> list[Row]:
     """The rows than which none has both fewer bytes and a lower loss, the fewest bytes first."""
     best: list[Row] = []
-    for row in sorted(shown, key=lambda row: (row["bytes_per_param_step"], row["over_ddp_adamw"])):
-        if not best or row["over_ddp_adamw"] < best[-1]["over_ddp_adamw"]:
+    for row in sorted(shown, key=lambda row: (row["bytes_per_param_step"], row["over_ddp_muon"])):
+        if not best or row["over_ddp_muon"] < best[-1]["over_ddp_muon"]:
             best.append(row)
     return best
 
@@ -196,7 +198,7 @@ def draw(found: Sequence[Row], path: Path) -> None:
 
     shown = points(found)
     figure, axes = pyplot.subplots(figsize=(6.6, 5.8))
-    at = [(row["bytes_per_param_step"], min(100 * row["over_ddp_adamw"], HIGHEST)) for row in shown]
+    at = [(row["bytes_per_param_step"], min(100 * row["over_ddp_muon"], HIGHEST)) for row in shown]
     for row, (x, y) in zip(shown, at, strict=True):
         look = LOOKS[row["method"]]
         axes.plot(
@@ -230,7 +232,7 @@ def draw(found: Sequence[Row], path: Path) -> None:
     axes.set_xlabel(
         "bytes that leave a peer, a parameter and inner step", fontsize=LARGE, color=INK
     )
-    axes.set_ylabel("held-out loss over all-reduce with AdamW", fontsize=LARGE, color=INK)
+    axes.set_ylabel("held-out loss over all-reduce with Muon", fontsize=LARGE, color=INK)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,g}")
     axes.yaxis.set_major_formatter(
         lambda value, _: f"{value:+g} %".replace("-", "\N{MINUS SIGN}") if value else "0 %"
@@ -289,19 +291,17 @@ def draw(found: Sequence[Row], path: Path) -> None:
     )
     ddp = [row for row in shown if row["method"] == "ddp"]
     best.sort(
-        key=lambda row: abs(row["over_ddp_adamw"])
+        key=lambda row: abs(row["over_ddp_muon"])
     )  # those that compete with data parallel training come first
     named = [
         *ddp,
-        *(row for row in best if row["method"] != "ddp" and 100 * row["over_ddp_adamw"] < HIGHEST),
+        *(row for row in best if row["method"] != "ddp" and 100 * row["over_ddp_muon"] < HIGHEST),
     ]
     texts = [
-        Text(row["bytes_per_param_step"], 100 * row["over_ddp_adamw"], label(row)) for row in named
+        Text(row["bytes_per_param_step"], 100 * row["over_ddp_muon"], label(row)) for row in named
     ]
     edge = [(row, point) for row, point in zip(shown, at, strict=True) if point[1] == HIGHEST]
-    over = [
-        Text(*point, f"{100 * row['over_ddp_adamw']:+.0f} %", PLACES[:1]) for row, point in edge
-    ]
+    over = [Text(*point, f"{100 * row['over_ddp_muon']:+.0f} %") for row, point in edge]
     place(axes, texts + over, at, line)
     figure.savefig(path, transparent=True, metadata={"Date": None})
     pyplot.close(figure)

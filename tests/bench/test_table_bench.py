@@ -615,7 +615,7 @@ def test_what_was_aimed_at_stands_above_the_rows():
 def a_row(nbytes, over, **more):
     return {
         "bytes_per_param_step": nbytes,
-        "over_ddp_adamw": over,
+        "over_ddp_muon": over,
         "peers": 4,
         "method": "diloco",
         **more,
