@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from shoal.node.console import plural
 from shoal.node.doctor.check import CheckOutcome, FaultError, Note, Skip, Tell
 from shoal.node.doctor.visit import OPEN_S, Visit
-from shoal.optim.methods import METHODS, methods_of
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.membership.clock_check import MAX_ASKED, clock_problem
 from shoal.swarm.p2p.addresses import host_of
@@ -325,7 +324,8 @@ def bandwidth(visit: Visit, tell: Tell) -> str:
         else:
             said += f" and less than {up:,.1f} to it"
         if not speed.whole or min(down, up) < SLOW_MBIT:
-            thin = " or ".join(name for name in methods_of("everyone") if METHODS[name].advised)
-            raise Note(f"{said}: the link is slow, so take --method {thin}, or --codec int8.")
+            raise Note(
+                f"{said}: the link is slow, so choose what it carries: `shoal plan --measure LINK`."
+            )
         return said
     raise Skip(f"not measured: {problem.removesuffix('.')}.")
