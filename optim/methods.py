@@ -87,8 +87,6 @@ class Method:
     next round's.
     """
     memory: Memory = Memory()
-    advised: tuple[str, ...] = ()
-    """Codecs with which `shoal plan` advises the method, the first first."""
 
     @property
     def optimizer(self) -> type[OuterOptimizer]:
@@ -154,7 +152,6 @@ _CORE = (
         codec="mod4",
         doubles=True,
         memory=Memory(exchange=1, measured=(12.3, 13.9)),
-        advised=("float32", "bfloat16", "int8", "mod4"),
     ),
     Method(
         "local",
@@ -204,7 +201,6 @@ _CORE = (
         schedule="overlaps",
         when="a thin link: fragments, sent while training",
         memory=Memory(measured=(None, 12.3)),
-        advised=("float32", "bfloat16", "int8", "e3m0+ef", "sign+ef"),
     ),
     Method(
         "co2",
@@ -223,7 +219,6 @@ _CORE = (
         schedule="waits",
         when="the fewest bytes: the largest values in 2 bits",
         codec="topk2+ef:0.95",
-        advised=("topk2+ef:0.95",),
     ),
 )
 _EXPERIMENTAL = (

@@ -25,12 +25,18 @@ from shoal.node.console import dumps
     help="Measure the link to a member of this swarm, without joining it.",
 )
 @click.option("--peers", type=int, default=8, show_default=True, help="Peers of the swarm.")
+@click.option(
+    "--uneven",
+    is_flag=True,
+    help="Advise for machines of which the slowest has less than 0.85 of the mean speed.",
+)
+@click.option("--public", is_flag=True, help="Advise for a swarm that strangers may join.")
 @click.option("--every", type=int, help="Inner steps in a round.  [default: the method's]")
 @click.option("--steps", type=int, help="Say what so many inner steps take and send.")
 @json_option
 def plan(as_json: bool, **numbers: Any) -> None:
     """Show, for each method and codec, how much a node would compute over a link, its bytes and
-    memory, and settings to copy.
+    memory, and which method to choose, with settings to copy.
 
     \b
     Examples:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from shoal.node.plan.advice import advise
+from shoal.node.plan.advice import Situation, advise
 from shoal.node.plan.rows import MEMORY_SOURCE, ModelTensors, rows
 from shoal.node.plan.run_cost import RunCost, run_cost
 from shoal.swarm.access.link import Link
@@ -67,6 +67,8 @@ def plan(
     measure: str | None,
     every: int | None,
     steps: int | None = None,
+    uneven: bool = False,
+    public: bool = False,
 ) -> dict[str, Any]:
     """Return the report: link, rows and advice, and what ``steps`` cost with the advice.
 
@@ -101,10 +103,15 @@ def plan(
     line = Line(mbit * MBIT, rtt)
     tensors = ModelTensors.of_count(round(params))
     found = rows(line, tensors, peers=peers, step_s=step, every=every)
-    chosen, advice = advise(found, line)
+    if public:  # whose members judge whole contributions
+        found = [row for row in found if not row.outer.codec_back]
+    swarm = Situation(peers, uneven, public)
+    chosen, advice = advise(swarm, line, tensors, step_s=step, every=every)
     return {
         "params": tensors.params,
         "peers": peers,
+        "uneven": uneven,
+        "public": public,
         "step_s": step,
         "link": {
             "mbit": round(mbit, 3),
@@ -202,14 +209,33 @@ def _speed(visit: Visit, address: str, nbytes: int) -> Throughput:
     return visit.ask(address, SPEED_PROTOCOL, partial(measure, nbytes=nbytes), SPEED_S)
 
 
+def _cells(row: dict[str, Any]) -> list[str]:
+    memory = row["memory_bytes"]
+    return [
+        row["method"],
+        row["codec"],
+        str(row["every"]),
+        f"auto ({row['expected_lag']})" if row["lag"] == "auto" else str(row["lag"]),
+        duration(row["exchange_s"]),
+        f"{100 * row['utilisation']:.1f} %",
+        f"{100 * row['link_filled']:.0f} %",
+        amount(row["bytes_a_day"]),
+        f"{row['times_fewer']:,.0f} times",
+        "-" if memory is None else amount(memory),
+    ]
+
+
 def table(report: dict[str, Any]) -> str:
-    """Format a report for people: what computes nearly always first."""
+    """Format a report for people: the advised row, then what computes nearly always, then the
+    others.
+    """
     link = report["link"]
     grid = Table(
         "method",
         "codec",
         "every",
         "lag",
+        "exchange",
         "computes",
         "of the link",
         "sends a day",
@@ -221,23 +247,12 @@ def table(report: dict[str, Any]) -> str:
         f"trip{' (measured)' if link['measured'] else ''}",
         title_justify="left",
     )
+    grid.add_row(*_cells(report["advised"]), end_section=True)
     for number, row in enumerate(report["rows"]):
         good = row["utilisation"] >= GOOD
         after = report["rows"][number + 1 :]
-        memory = row["memory_bytes"]
-        lag = f"auto ({row['expected_lag']})" if row["lag"] == "auto" else str(row["lag"])
-        grid.add_row(
-            row["method"],
-            row["codec"],
-            str(row["every"]),
-            lag,
-            f"{100 * row['utilisation']:.1f} %",
-            f"{100 * row['link_filled']:.0f} %",
-            amount(row["bytes_a_day"]),
-            f"{row['times_fewer']:,.0f} times",
-            "-" if memory is None else amount(memory),
-            end_section=good and bool(after) and after[0]["utilisation"] < GOOD,
-        )
+        last_good = good and bool(after) and after[0]["utilisation"] < GOOD
+        grid.add_row(*_cells(row), end_section=last_good)
     console = Console(width=132)
     with console.capture() as capture:
         console.print(grid)
@@ -245,6 +260,7 @@ def table(report: dict[str, Any]) -> str:
     return "\n".join(
         [
             capture.get().rstrip(),
+            "first the settings below; exchange: from sending a part of the model to its mean",
             f"of the link: what exchanges take; the advice leaves {100 - 100 * BUSY:.0f} % to "
             "small messages, newcomers, you",
             "fewer bytes: than leave a node if as many all-reduce float32 gradients at every step",

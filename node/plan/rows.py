@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.optim.methods import METHODS, Method
 from shoal.swarm.exchange.cost import (
+    AVERAGED,
     GOOD,
     Forecast,
     Line,
@@ -31,7 +32,9 @@ CODECS = ("float32", "bfloat16", "int8", "mod4", "e3m0+ef", "sign+ef")
 FIXED_BYTES = 40e6
 """What a node takes beyond training alone whatever its model."""
 MEMORY_SOURCE = "bench/memory.py, two nodes in float32 (docs/benchmarks.md, Memory)"
-COPIED = ("method", "every", "fragments", "lag", "codec")
+COPIED = ("method", "every", "lr", "momentum", "fragments", "lag", "codec", "codec_back")
+BACK = ("e3m0+ef", "sign+ef")
+"""Codecs of averages that are shown, where contributions are sent in one bit."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +121,8 @@ class Row:
             value = getattr(self.outer, key)
             if value is not None:
                 lines.append(f"{key} = {json.dumps(value)}")
+        if self.outer.round != "steps":
+            lines.append(f"round = {json.dumps(self.outer.round)}")
         return "\n".join(lines) + "\n"
 
     def json(self) -> dict[str, Any]:
@@ -184,9 +189,17 @@ def work_of(outer: OuterSettings, tensors: ModelTensors, *, peers: int, step_s: 
     )
 
 
+def row_of(
+    outer: OuterSettings, line: Line, tensors: ModelTensors, *, peers: int, step_s: float
+) -> Row:
+    """Return what to expect of these settings over a link."""
+    work = work_of(outer, tensors, peers=peers, step_s=step_s)
+    return Row(outer.resolved(), tensors, work, forecast(work, line))
+
+
 def choices(every: int | None = None) -> Iterator[OuterSettings]:
-    """Yield the settings of each method and codec that fit, overlapped where the method can, and
-    for pairs also blocking.
+    """Yield the settings of each method and codec that fit, overlapped where the method can, for
+    pairs also blocking, and for some groups with averages back in few bits.
     """
     from shoal.optim import codec_named
 
@@ -202,6 +215,15 @@ def choices(every: int | None = None) -> Iterator[OuterSettings]:
             for lag in _lags(method):
                 given = {"method": method.name, "codec": name, "every": every, "lag": lag}
                 yield OuterSettings.model_validate(given)
+                for back in _ways_back(method, name):
+                    yield OuterSettings.model_validate({**given, "codec_back": back})
+
+
+def _ways_back(method: Method, codec: str) -> tuple[str, ...]:
+    """Return the codecs of averages that are shown beside gathering."""
+    if method.group != "everyone" or method.experimental or codec != "sign+ef":
+        return ()
+    return BACK
 
 
 def _lags(method: Method) -> list[str | int | None]:
@@ -220,8 +242,9 @@ def rows(
     """
     made = []
     for outer in choices(every):
-        work = work_of(outer, tensors, peers=peers, step_s=step_s)
-        made.append(Row(outer.resolved(), tensors, work, forecast(work, line)))
+        # Two peers gather all the same.
+        if not outer.codec_back or peers >= AVERAGED:
+            made.append(row_of(outer, line, tensors, peers=peers, step_s=step_s))
 
     def order(row: Row) -> tuple[bool, float]:
         good = row.forecast.utilisation >= GOOD

@@ -125,16 +125,15 @@ class Forecast:
         return self.filled <= 1
 
     @property
-    def good(self) -> bool:
-        """Whether a node computes nearly all the time, and the link has room for more than
-        exchanges.
-        """
-        return self.utilisation >= GOOD and self.filled <= BUSY
-
-    @property
     def sent_a_day(self) -> float:
         """Bytes that a node sends in 24 hours."""
         return self.sent * 86_400 / self.round_s
+
+    def enough(self, utilisation: float) -> bool:
+        """Whether a node computes so much of its time, and the link has room for more than
+        exchanges.
+        """
+        return self.utilisation >= utilisation and self.filled <= BUSY
 
 
 def members(work: Work) -> int:
@@ -232,16 +231,16 @@ def forecast(work: Work, line: Line) -> Forecast:
     )
 
 
-def least_every(work: Work, line: Line, most: int = 1_000_000) -> int | None:
-    """Return the fewest inner steps in a round with which the forecast is ``good``; None if
-    ``most`` are too few.
+def least_every(work: Work, line: Line, utilisation: float, most: int = 1_000_000) -> int | None:
+    """Return the fewest inner steps in a round that are ``enough``; None if ``most`` are too
+    few.
     """
 
-    def enough(every: int) -> bool:
+    def fits(every: int) -> bool:
         lag = every if work.lag == work.every else work.lag  # a whole round stays one
-        return forecast(replace(work, every=every, lag=lag), line).good
+        return forecast(replace(work, every=every, lag=lag), line).enough(utilisation)
 
     low = max(
         work.fragments, 1 if work.lag == "auto" else work.lag + 1 if work.lag < work.every else 1
     )
-    return low + bisect_left(range(low, most), True, key=enough) if enough(most) else None
+    return low + bisect_left(range(low, most), True, key=fits) if fits(most) else None

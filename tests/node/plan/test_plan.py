@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from shoal.node.cli.main import cli
 from shoal.node.commands import plan as command
 from shoal.node.commands.plan import Measured, PlanError, measured_line, plan
 from shoal.node.config.settings import load
-from shoal.node.plan.advice import advise
+from shoal.node.plan.advice import Situation, advise
 from shoal.node.plan.rows import FIXED_BYTES, ModelTensors, choices, rows, work_of
 from shoal.node.plan.run_cost import ESTIMATE_LATEST_S, StartEstimate, run_cost
 from shoal.optim import METHODS, Alone, codec_named
@@ -25,7 +24,7 @@ from shoal.optim.schedule.schedules import Delayed
 from shoal.swarm.access.link import Link
 from shoal.swarm.errors import NetworkError, ShoalError
 from shoal.swarm.exchange import cost
-from shoal.swarm.exchange.cost import BUSY, GOOD, Line
+from shoal.swarm.exchange.cost import GOOD, Line
 from shoal.swarm.exchange.group.reduction import fits
 from shoal.swarm.figures import amount
 from shoal.swarm.identity import Identity
@@ -67,6 +66,29 @@ def test_table_has_every_method_and_codec():
     assert {codec for method, codec, _ in shown if method == "streaming"} == all_of_them
     assert {codec for method, codec, _ in shown if method == "sparseloco"} == {"topk2+ef:0.95"}
     assert {blocks for method, _, blocks in shown if method == "noloco"} == {True, False}
+
+
+@pytest.mark.parametrize(("peers", "shown"), [(2, set()), (3, {"e3m0+ef", "sign+ef"})])
+def test_averages_in_few_bits_have_rows(peers, shown):
+    """Where members average a share each: from three on."""
+    backs = {(row.outer.method, row.outer.codec_back) for row in found(peers=peers)}
+    for method in ("diloco", "streaming"):
+        assert {back for name, back in backs if name == method} == {None, *shown}
+    for method in [*methods_of("pair"), *methods_of("everyone", experimental=True), "sparseloco"]:
+        assert {back for name, back in backs if name == method} == {None}
+
+
+def test_averages_in_few_bits_leave_a_node_once():
+    """Of 8 peers: 7/8 of the payload and of the averages, in place of 7 payloads."""
+    made = {row.outer.codec_name: row for row in of("streaming", params=64_000_000, every=16)}
+    gathered, one, four = (
+        made[name].json()["bytes_per_param_step"]
+        for name in ("sign+ef", "sign+ef,back=sign+ef", "sign+ef,back=e3m0+ef")
+    )
+    assert gathered == pytest.approx(0.0564, rel=0.01)
+    assert one == pytest.approx(0.0141, rel=0.01)
+    assert four == pytest.approx(0.0344, rel=0.01)
+    assert made["sign+ef,back=e3m0+ef"].forecast.exchange_s < made["sign+ef"].forecast.exchange_s
 
 
 @pytest.mark.parametrize("every", [None, 1, 7, 500])
@@ -154,7 +176,7 @@ def test_groups_sum_what_the_exchange_sums():
 def test_bytes_are_those_that_leave_a_node():
     """Three payloads of a bit a value, or one of a pair's, are told beside a ring of four."""
     made = {
-        (row.outer.method, row.outer.codec): row.json()
+        (row.outer.method, row.outer.codec_name): row.json()
         for row in found(params=64_000_000, peers=4, every=16)
     }
     bits = made["diloco", "sign+ef"]
@@ -207,71 +229,6 @@ def test_memory_is_what_was_measured():
     } == {None}
 
 
-def test_a_good_link_gets_the_overlapped_default():
-    chosen, said = advise(found(Line(125e6, 0.02)), Line(125e6, 0.02))
-    assert (chosen.outer.method, chosen.outer.codec, chosen.work.lag) == (
-        "noloco",
-        "float32",
-        "auto",
-    )
-    assert said.startswith(
-        "On this link choose noloco, float32, every 50, lag auto: a node computes 9"
-    )
-    assert said.count(". ") == 0
-    assert re.search(
-        r"; mod4 would send [\d.]+ [kMG]B a day and round more, for a link that is paid by the "
-        r"byte\.$",
-        said,
-    )
-
-
-def test_a_thinner_link_gets_fewer_bytes():
-    thin = Line(9e6, 0.05)
-    chosen, said = advise(found(thin), thin)
-    assert (chosen.outer.method, chosen.outer.codec) == ("noloco", "int8")
-    assert chosen.forecast.utilisation >= GOOD
-    assert "lag 0, which waits for each exchange" in said
-
-
-def test_pairs_fall_back_to_mod4():
-    """Where int8 is too much pairs read each other by their own weights."""
-    thin = Line(5e6, 0.05)
-    chosen, _ = advise(found(thin), thin)
-    assert (chosen.outer.method, chosen.outer.codec, chosen.work.every) == ("noloco", "mod4", 50)
-    assert chosen.work.nbytes == 8 + 34 * -(-135_000_000 // 64)
-
-
-def test_where_nothing_is_enough_a_longer_round_is():
-    home = Line(1e5, 0.05)
-    few = [row for row in found(home) if row.outer.method == "noloco"]
-    chosen, said = advise(few, home)
-    assert chosen.work.every > 50
-    assert chosen.outer.every == chosen.work.every
-    assert chosen.forecast.utilisation >= GOOD
-    assert chosen.forecast.filled <= BUSY
-    assert "in place of computing" in said
-
-
-def test_full_link_gets_fewer_bytes_or_longer_rounds():
-    """A link that would be filled gets fewer bytes or longer rounds."""
-    full = Line(1.013 * 270e6 / 25 / 0.88, 0.1)  # noloco in bfloat16 would take 88 % of it
-    chosen, said = advise(found(full), full)
-    assert (chosen.outer.method, chosen.outer.codec, chosen.work.every) == ("noloco", "int8", 50)
-    assert "fills 45 % of the link" in said
-    chosen, said = advise([row for row in found(full) if row.outer.codec == "bfloat16"], full)
-    assert chosen.work.every == 65  # pairs get two thirds of a link that their partners use as well
-    assert said.endswith(
-        "in place of computing 75 % of the time and filling 88 % of it with every 50."
-    )
-
-
-def test_a_link_that_carries_nothing():
-    hopeless = Line(100.0, 1.0)
-    chosen, said = advise(found(hopeless), hopeless)
-    assert chosen.forecast.utilisation < GOOD
-    assert said.startswith("This link carries none of the settings")
-
-
 def test_amounts():
     found = {
         500: "500 B",
@@ -321,11 +278,13 @@ def test_people_get_a_table_and_advice(tmp_path):
         "--params", "10e6", "--mbit", "100", "--rtt", "0.1", "--step", "0.1", "--peers", "2"
     )
     assert done.exit_code == 0
-    assert done.stdout.rstrip().split("\n")[-1].startswith("On this link choose noloco")
-    (tmp_path / "swarm.toml").write_text(
-        done.stdout[done.stdout.index("[outer]") : done.stdout.index("On this link")]
+    assert (
+        done.stdout.rstrip().split("\n")[-1].startswith("For 2 peers, alike and private, choose ")
     )
-    assert load(tmp_path / "swarm.toml").outer.method == "noloco"
+    (tmp_path / "swarm.toml").write_text(
+        done.stdout[done.stdout.index("[outer]") : done.stdout.index("For 2 peers")]
+    )
+    assert load(tmp_path / "swarm.toml").outer.method == "streaming"
     assert "auto (" in done.stdout
 
 
@@ -498,7 +457,7 @@ def test_estimate_of_endless_runs_and_of_one_alone():
 
 
 def test_plan_of_steps_is_the_advised_row():
-    row, _ = advise(found(), LINE)
+    row, _ = advise(Situation(8), LINE, ModelTensors.of_count(135_000_000), step_s=0.5)
     asked = ["--params", 135e6, "--step", 0.5, "--mbit", 100, "--rtt", 0.1, "--steps", 2000]
     shown = CliRunner().invoke(cli, ["plan", *map(str, asked)])
     assert shown.output.splitlines()[-1] == f"With it {run_cost(row, steps=2000).said()}."

@@ -222,13 +222,13 @@ def test_least_every_fits_and_one_less_does_not(task, over):
         assert found.filled == pytest.approx(
             cost.WIRE * 4 * PARAMS / over.rate / (every * task.step_s), rel=1e-6
         )
-        assert found.good == (found.utilisation >= 0.97 and found.filled <= 0.8)
-        return found.good
+        assert found.enough(0.97) == (found.utilisation >= 0.97 and found.filled <= 0.8)
+        return found.enough(0.97)
 
-    least = least_every(task, over)
+    least = least_every(task, over, 0.97)
     assert enough(least)
     assert not enough(least - 1)
-    assert least_every(task, over, most=least - 1) is None
+    assert least_every(task, over, 0.97, most=least - 1) is None
 
 
 @pytest.mark.parametrize("arrival", [1, 7, 8, 15, 16, 40, 88, 89, 90, 100])
