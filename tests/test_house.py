@@ -128,7 +128,8 @@ PACKAGES = {
             "verify",
         },
         "plan": set(),
-        "commands": {"checkpoint", "config", "data", "doctor", "plan", "runtime", "tasks"},
+        "tune": {"config", "runtime", "tasks", "training"},
+        "commands": {"checkpoint", "config", "data", "doctor", "plan", "runtime", "tasks", "tune"},
         "doctor": {"config", "data", "runtime", "tasks"},
         "demo": {"checkpoint", "config", "data", "metrics", "rl", "runtime", "tasks", "verify"},
         "cli": {
@@ -624,6 +625,7 @@ def test_the_first_help_shows_exit_codes_and_every_command():
         "plan",
         "swarms",
         "sample",
+        "tune",
     }
     assert set(cli.commands) == expected
     assert all(re.search(rf"^  {name} ", shown, re.M) for name in cli.commands)

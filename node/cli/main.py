@@ -28,6 +28,7 @@ from shoal.node.cli.sample import sample
 from shoal.node.cli.seed import seed
 from shoal.node.cli.status import link, peers, status
 from shoal.node.cli.swarms import swarms
+from shoal.node.cli.tune import tune
 from shoal.node.cli.verify import verify
 from shoal.node.cli.watch import watch
 from shoal.node.exit_code import BUG, ExitCode, epilogue
@@ -80,7 +81,7 @@ def cli() -> None:
     """
 
 
-cli.add_chapter("Begin", demo, init, doctor, plan)
+cli.add_chapter("Begin", demo, init, tune, doctor, plan)
 cli.add_chapter("Train together", up, link, invite, change, end, swarms, join, identity)
 cli.add_chapter("Look", status, watch, peers)
 cli.add_chapter("Take the result", pull, sample, merge)

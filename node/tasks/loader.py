@@ -62,6 +62,16 @@ def load_task(spec: str, options: Mapping[str, Any] | None = None) -> Task:
     return Guarded(task, cls.__name__)
 
 
+def option_defaults(spec: str) -> dict[str, Any]:
+    """Return the options of the task that ``spec`` names that have a default. Raises HookError."""
+    cls = BUILT_IN.get(spec) or find_class(spec)
+    try:
+        parameters = inspect.signature(cls).parameters.values()
+    except (TypeError, ValueError):
+        return {}  # a constructor that cannot be inspected
+    return {one.name: one.default for one in parameters if one.default is not one.empty}
+
+
 def _check_options(cls: type[Any], options: Mapping[str, Any], spec_text: str) -> None:
     """Raise HookError for an option that the constructor of ``cls`` does not take, or one that it
     needs.

@@ -18,7 +18,7 @@ from shoal.node.batch_contents import to_device
 from shoal.node.batches import Batches, iterator_of
 from shoal.node.task import Shard, Task
 from shoal.node.training.loader import Loader
-from shoal.node.training.training_error import TrainingError
+from shoal.node.training.training_error import BatchesEndedError
 from shoal.optim.device import copies_beside
 
 
@@ -60,12 +60,12 @@ class BatchFeed:
         return batches
 
     def next(self, step: int) -> Any:
-        """Return the next batch, on the device. TrainingError if there is none at ``step``."""
+        """Return the next batch, on the device. BatchesEndedError if there is none at ``step``."""
         assert self._loader is not None  # since `open`
         try:
             batch = to_device(next(self._loader), self._device)
         except StopIteration:
-            raise TrainingError(
+            raise BatchesEndedError(
                 f"The task's batches ended after {step} steps: batches(shard) must go on without "
                 "end."
             ) from None

@@ -19,7 +19,7 @@ from shoal.node.task import Task
 from shoal.node.training.batch_parts import batch_rows, cut_batch
 from shoal.node.training.layout import Layout
 from shoal.node.training.precision import DTYPES, check_precision
-from shoal.node.training.training_error import TrainingError
+from shoal.node.training.training_error import DivergedError, TrainingError
 from shoal.node.user_code import SMALLER, UserCodeError, calling, out_of_memory, summary
 from shoal.optim import OuterOptimizer
 
@@ -170,7 +170,7 @@ class InnerStep:
         else:
             self._skipped += 1
         if self._skipped >= MAX_SKIPPED_STEPS:
-            raise TrainingError(
+            raise DivergedError(
                 f"The gradients of {MAX_SKIPPED_STEPS} steps in a row were not finite: lower the "
                 "learning rate, or set train.precision to bfloat16 or float32."
             )

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from shoal.node.training.throughput import Throughput
-from shoal.node.training.training_error import TrainingError
+from shoal.node.training.training_error import DivergedError
 from shoal.swarm.training.step_rate import Rates
 
 REPORT_S = 0.5
@@ -93,7 +93,7 @@ class Meter:
         return time.monotonic() - self._since >= REPORT_S
 
     def report(self, step: int, waited_s: float) -> Progress:
-        """Return the progress since the last report. TrainingError if the loss is not finite."""
+        """Return the progress since the last report. DivergedError if the loss is not finite."""
         recent = self._recent.take()  # a GPU has caught up then
         if recent is not None:  # else all steps were skipped (float16)
             self._loss = _finite(recent, step)
@@ -107,7 +107,7 @@ class Meter:
     def round_loss(self, step: int) -> float | None:
         """Return the mean training loss since the last call, nats; None without a step.
 
-        TrainingError if it is not finite.
+        DivergedError if it is not finite.
         """
         loss = self._of_round.take()
         return None if loss is None else _finite(loss, step)
@@ -125,5 +125,5 @@ def _finite(loss: float, step: int) -> float:
                 ", or have loss() return 0 for a batch in which every label is masked, "
                 "whose mean is nan"
             )
-        raise TrainingError(f"The training loss became {loss} by step {step}: {remedy}.")
+        raise DivergedError(f"The training loss became {loss} by step {step}: {remedy}.")
     return loss
