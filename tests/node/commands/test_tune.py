@@ -87,7 +87,7 @@ def test_batches_are_compared_at_equal_time(two_rates):
     assert written == {"lr": report["best"]["rate"], "batch": report["best"]["batch"]}
 
 
-def test_a_batch_that_memory_is_too_small_for_is_left_out(two_rates):
+def test_a_batch_beyond_memory_is_left_out(two_rates):
     """Mutant: the whole search fails."""
     rows = tuned("Hungry", minutes=1.5)["rungs"][0]["trials"]
     assert {row["batch"] for row in rows} == {2, 4}
@@ -142,7 +142,7 @@ def test_a_best_rate_at_the_end_is_told():
     assert "That is the highest rate that was tried: run it again to go on from there." in said
 
 
-def test_batches_that_end_leave_what_was_found_until_then(folder):
+def test_batches_that_end_leave_what_was_found(folder):
     """Mutants: the search fails; nothing is written; longer trials are begun."""
     report = tuned("Ends")
     assert report["ended"] == (
@@ -153,7 +153,7 @@ def test_batches_that_end_leave_what_was_found_until_then(folder):
     assert load(folder / FILE).task.options["lr"] == 0.5
 
 
-def test_ctrl_c_leaves_what_was_found_until_then(folder):
+def test_ctrl_c_leaves_what_was_found(folder):
     """Mutants: nothing is written; the trials of the rung that was not done count."""
     report = tuned("Stopped")
     assert report["interrupted"]
@@ -161,7 +161,7 @@ def test_ctrl_c_leaves_what_was_found_until_then(folder):
     assert load(folder / FILE).task.options["lr"] == 0.5
 
 
-def test_minutes_that_are_over_leave_what_was_found_until_then(folder):
+def test_minutes_that_are_over_leave_what_was_found(folder):
     """Mutants: the minutes bound nothing; what was found before is lost."""
     report = tuned("Slowing")
     assert report["ended"].startswith("The 0.5 minutes were over in the middle of a comparison")
@@ -249,7 +249,7 @@ def test_a_file_of_another_task_is_not_changed(folder):
         ({"train.optimizer": "muon", "train.lr": 0.5}, "train.lr", 0.5),
     ],
 )
-def test_the_rate_is_that_of_the_optimizer_that_trains(given, key, rate):
+def test_the_rate_is_that_of_the_optimizer(given, key, rate):
     """Mutants: the task's option is tuned though Shoal's optimizer trains, or the other way."""
     knobs = find_knobs(load(None, given), keep_batch=False)
     assert (knobs.rate, knobs.present.rate) == (key, rate)
