@@ -7,7 +7,6 @@ from __future__ import annotations
 import os
 import shlex
 import time
-import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -16,13 +15,14 @@ from typing import Any
 
 from shoal.node.config.device import make_current, resolve_device, use_threads
 from shoal.node.config.edit_file import edit
-from shoal.node.config.setting_types import spec_here
+from shoal.node.config.setting_types import spec_label
 from shoal.node.config.settings import ConfigError, Settings, load
+from shoal.node.config.swarm_settings import TaskSettings
 from shoal.node.console import figure
 from shoal.node.console import table as as_table
 from shoal.node.runtime.join import for_new_swarm
 from shoal.node.runtime.task_setup import RL, check_size, make_task
-from shoal.node.tune.halving import Candidate, Trial, trial_of
+from shoal.node.tune.halving import Candidate, Trial
 from shoal.node.tune.knobs import Knobs, TuneError, find_knobs
 from shoal.node.tune.search import Search
 from shoal.swarm.figures import duration
@@ -51,10 +51,12 @@ def tune(
 
     Raises ConfigError, TuneError, and what loading and training the task raises.
     """
+    began = clock()
     path = file or FILE
-    settings = load(path if path.exists() else None, given)
-    text = path.read_text(encoding="utf-8-sig") if path.exists() else ""
-    _check_task(path, text, settings)
+    there = path if path.exists() else None
+    settings = load(there, given)
+    _check_task(path, load(there).task, settings.task)
+    text = "" if there is None else path.read_text(encoding="utf-8-sig")
     settings = for_new_swarm(settings)
     device = resolve_device(settings.node.device)
     check_size(make_task(settings), settings, device.type, log)
@@ -63,12 +65,11 @@ def tune(
     _edited(path, text, beside | knobs.values(knobs.present))  # what cannot be written is found now
     make_current(device)
     use_threads(settings.node.threads)
-    began = clock()
-    search = Search(settings, knobs, device, minutes, log=log, clock=clock)
+    search = Search(settings, knobs, device, minutes, began=began, log=log, clock=clock)
     search.run()
     best = search.halving.best
     if best is None and search.halving.rungs:
-        rates = sorted(one.candidate.rate for one in search.halving.rungs[0])
+        rates = sorted(one.candidate.rate for one in search.halving.rungs[-1])
         raise TuneError(
             f"The loss was not finite at any rate from {rates[0]:g} to {rates[-1]:g}: check the "
             "task's loss() and evaluate(), or set a much lower rate to begin with."
@@ -88,15 +89,14 @@ def tune(
     return report
 
 
-def _check_task(path: Path, text: str, settings: Settings) -> None:
-    """Raise ConfigError or TuneError unless the task is that of the file, and can be tuned."""
-    own = tomllib.loads(text).get("task", {}).get("hooks")
-    if own is not None and spec_here(own) != settings.task.hooks:
+def _check_task(path: Path, own: TaskSettings, task: TaskSettings) -> None:
+    """Raise ConfigError or TuneError unless ``task`` is the file's ``own``, and can be tuned."""
+    if "hooks" in own.model_fields_set and own.hooks != task.hooks:
         raise ConfigError(
-            f"The settings file {str(path)!r} is of the task {own!r}: name another file to write, "
-            "such as mine.toml."
+            f"The settings file {str(path)!r} is of the task {spec_label(own.hooks)!r}: name "
+            "another file to write, such as mine.toml."
         )
-    if settings.task.hooks == RL:
+    if task.hooks == RL:
         raise TuneError(
             "The task rl has no held-out loss to compare rates by: set rl.lr yourself, as "
             "docs/rl.md says."
@@ -130,8 +130,7 @@ def _beside(settings: Settings, given: Mapping[str, Any], is_new: bool) -> dict[
 
 def _report(search: Search, knobs: Knobs, minutes: float, took_s: float) -> dict[str, Any]:
     best = search.halving.best
-    last = search.halving.rungs[-1] if search.halving.rungs else []
-    before = trial_of(last, knobs.present)
+    pair = search.halving.compared()
     rungs = []
     for seconds, trials in zip(search.seconds, search.halving.rungs, strict=False):
         rungs.append({"seconds": round(seconds, 1), "trials": [_row(one) for one in trials]})
@@ -144,7 +143,7 @@ def _report(search: Search, knobs: Knobs, minutes: float, took_s: float) -> dict
         "device": str(search.device),
         "rungs": rungs,
         "best": None if best is None else _row(best),
-        "before": None if before is None else _row(before),
+        "compared": None if pair is None else {"best": _row(pair[0]), "before": _row(pair[1])},
         "ended": search.ended or None,
         "interrupted": search.interrupted,
         "file": None,
@@ -241,14 +240,19 @@ def summary(report: Mapping[str, Any]) -> list[str]:
 
 
 def _compared(report: Mapping[str, Any]) -> str:
-    """Return by how much the best is better, or what comes next."""
-    best = report["best"]
-    before = report["before"]
-    if before is None:
+    """Return by how much the best is better than the present settings, or than what comes next."""
+    pair = report["compared"]
+    if pair is None:
+        return ""
+    best = pair["best"]
+    before = pair["before"]
+    if before["loss"] is None:
         return "; with the settings as they were it diverges"
     if before != best:
-        was = f"{_named(before)}: {_loss(before)}"
-        return f", {_below(best, before)} the settings as they were ({was})"
+        was = f"the settings as they were ({_named(before)}: {_loss(before)})"
+        if best == report["best"]:
+            return f", {_below(best, before)} {was}"
+        return f"; after {best['steps']:,} steps it was {_below(best, before)} {was}"
     others = [row for row in report["rungs"][-1]["trials"] if row != best]
     if not others or others[0]["loss"] is None:
         return ", as it was"

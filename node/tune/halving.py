@@ -68,12 +68,33 @@ class Halving:
             kept.append(self._present)
         self.candidates = kept
 
+    def stop(self, trials: Sequence[Trial] = ()) -> None:
+        """End the search with the ``trials`` of a rung that was not finished.
+
+        Two or more count, but in the first rung: the best of the rung before is the first of them.
+        """
+        self.candidates = []
+        is_finite = any(trial.loss is not None for trial in trials)
+        if self.rungs and len(trials) > 1 and is_finite:
+            self.rungs.append(sorted(trials, key=_worst_last))
+
     @property
     def best(self) -> Trial | None:
         """The best trial of the longest rung; None: there is none that did not diverge."""
         if not self.rungs or self.rungs[-1][0].loss is None:
             return None
         return self.rungs[-1][0]
+
+    def compared(self) -> tuple[Trial, Trial] | None:
+        """Return the trials of the best and the present candidate in the longest rung that has
+        both.
+        """
+        for trials in reversed(self.rungs):
+            best = trial_of(trials, self.rungs[-1][0].candidate)
+            present = trial_of(trials, self._present)
+            if best is not None and present is not None:
+                return best, present
+        return None
 
     def units_left(self) -> int:
         """Return the time of all trials to come, in units of one of the next rung."""

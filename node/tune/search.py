@@ -28,7 +28,9 @@ class _TimeOverError(Exception):
 
 
 class Search:
-    """One search in a stated time. ``log`` gets a line for each trial."""
+    """One search in the ``minutes`` since ``began`` by ``clock``. ``log`` gets a line for each
+    trial.
+    """
 
     def __init__(
         self,
@@ -37,6 +39,7 @@ class Search:
         device: torch.device,
         minutes: float,
         *,
+        began: float,
         log: Callable[[str], None],
         clock: Callable[[], float],
     ) -> None:
@@ -45,7 +48,7 @@ class Search:
         self.seconds: list[float] = []
         """Planned for a trial, by rung."""
         self.ended = ""
-        """Why the search ended before its last rung, for people."""
+        """Why the search ended before its last trial, for people."""
         self.interrupted = False
         """By Ctrl-C."""
         self._settings = settings
@@ -53,8 +56,10 @@ class Search:
         self._minutes = minutes
         self._log = log
         self._clock = clock
-        self._end = clock() + 60 * minutes
+        self._end = began + 60 * minutes
         self._speeds: dict[int | None, Speed] = {}
+        self._trials: list[Trial] = []
+        """Of the rung that is under way."""
         self._batches_end = 0
 
     def run(self) -> None:
@@ -64,13 +69,15 @@ class Search:
             while self.halving.candidates:
                 self._rung()
         except _TimeOverError:
+            self.halving.stop(self._trials)
             self.ended = (
-                f"The {self._minutes:g} minutes were over in the middle of a comparison, which "
-                "does not count: another program may have slowed this one down."
+                f"The {self._minutes:g} minutes were over before the last trials: another program "
+                "may have slowed this one down."
             )
         except KeyboardInterrupt:
+            self.halving.stop(self._trials)
             self.interrupted = True
-            self.ended = "Stopped by Ctrl-C: the comparison that was under way does not count."
+            self.ended = "Stopped by Ctrl-C: this is what was found until then."
 
     def _measure(self) -> None:
         """Measure each batch size, and leave out those that memory is too small for."""
@@ -99,12 +106,13 @@ class Search:
                 f"minutes, too few to compare: give --minutes {self._least_minutes()} or more."
             )
         self.seconds.append(seconds)
-        trials = []
+        self._trials = []
         for candidate in self.halving.candidates:
-            trials.append(self._trial(candidate, max(LEAST_STEPS, steps[candidate.batch])))
-        self.halving.add(trials)
+            trial = self._trial(candidate, max(LEAST_STEPS, steps[candidate.batch]))
+            self._trials.append(trial)
+        self.halving.add(self._trials)
         if self._batches_end:
-            self.halving.candidates = []
+            self.halving.stop()
             self.ended = (
                 f"The task's batches ended after {self._batches_end} steps, so no trial can be "
                 "longer: let batches(shard) go on without end."

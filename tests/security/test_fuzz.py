@@ -151,6 +151,8 @@ OWN = {
     "node/checkpoint/packing.py:_pack_array",
     "node/checkpoint/store.py:prove",
     "node/doctor/machine_checks.py:_event",
+    "node/config/edit_file.py:edit",
+    "node/config/edit_file.py:_parsed",
     "node/config/settings.py:_read",
     "node/config/settings.py:assignment",
     "node/data/hub_dataset.py:HubDataset._records",

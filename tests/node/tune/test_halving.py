@@ -42,6 +42,27 @@ def test_nothing_is_best_where_all_diverged():
     assert search.candidates == []
 
 
+def test_two_trials_of_an_unfinished_rung_count():
+    """Mutants: they are lost; one alone counts, which nothing is compared with; the best is
+    compared with the present one at another length.
+    """
+    search = Halving(RATES, PRESENT)
+    search.add(trials(search.candidates))
+    search.stop(trials(RATES[:1]))
+    assert len(search.rungs) == 1
+    search.stop([Trial(RATES[0], 20, 5.0), Trial(RATES[1], 20, 4.0)])
+    assert search.best == Trial(RATES[1], 20, 4.0)
+    assert search.compared() == (Trial(RATES[1], 10, 1.0), Trial(PRESENT, 10, 6.0))
+
+
+def test_an_unfinished_first_rung_does_not_count():
+    """Mutant: the best of the rates that happened to come first is taken."""
+    search = Halving(RATES, PRESENT)
+    search.stop(trials(RATES[:7]))
+    assert search.best is None
+    assert search.compared() is None
+
+
 def test_the_time_left_counts_each_rung_twice_as_long():
     """Mutants: the trials of the present one are forgotten; lengths grow by 1 in place of 2."""
     assert rung_sizes(8) == [8, 4, 2]
