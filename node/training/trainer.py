@@ -40,6 +40,7 @@ from shoal.node.training.throughput import Throughput
 from shoal.node.training.training_error import TrainingError
 from shoal.optim import Alone, Exchange, OuterOptimizer, RoundInfo
 from shoal.optim.parameters import AveragedParameters
+from shoal.swarm.exchange.contribution import ContributionError
 from shoal.swarm.settings.outer import OuterSettings
 from shoal.swarm.settings.training import TrainSettings
 from shoal.swarm.training.factories import make_outer
@@ -249,7 +250,10 @@ class Trainer:
         self.final.run(self.opt, self._held_out_loss, checked=checked)
 
     def step(self) -> None:
-        """Take one inner step, and the outer step if it is due."""
+        """Take one inner step, and the outer step if it is due.
+
+        Raises TrainingError or ContributionError: training has diverged.
+        """
         batch = self._feed.next(self.opt.steps)
         with self.meter.throughput.step():
             gradients = self.inner_step.gradients(batch)
@@ -258,7 +262,13 @@ class Trainer:
         self.opt.count(tokens)
         self.meter.throughput.stepped(tokens)
         self.stepping = True
-        if self.inner_step.step(self.opt, self.opt.inner):
+        try:
+            stepped = self.inner_step.step(self.opt, self.opt.inner)
+        except ContributionError:
+            self.meter.add(loss)
+            self.round_loss()  # raises, if the loss shows why nothing can be sent
+            raise
+        if stepped:
             self.meter.add(loss)
         self.schedule.step()
         self.opt.zero_grad()

@@ -85,6 +85,7 @@ def check_arguments(kind: type, args: Sequence[Any], options: Mapping[str, Any])
     given = dict(zip(("inner", "exchange"), args, strict=False)) | dict(options)
     _check_inner_type(given.get("inner", ()))
     _check_exchange_type(given.get("exchange", Alone()))
+    _check_codec_type(given.get("codec"))
 
 
 def _check_inner_type(inner: Any) -> None:
@@ -105,6 +106,11 @@ def _check_exchange_type(exchange: Any) -> None:
     if hasattr(exchange, "exchange"):
         remedy = "hand in its exchange()"
     raise TypeError(f"exchange must be an exchange, got {type(exchange).__name__}: {remedy}")
+
+
+def _check_codec_type(codec: Any) -> None:
+    if isinstance(codec, str):
+        raise TypeError(f"codec must be a codec, got str: hand in shoal.codec_named({codec!r})")
 
 
 def averaged_parameters(inner: Inner, exchange: Exchange, options: Options) -> AveragedParameters:

@@ -48,7 +48,7 @@ from shoal.optim.exchange.base import Contribution, Exchange, Handle, Mean, Roun
 from shoal.optim.exchange.on_demand import OnDemand, slabs
 from shoal.optim.exchange.update_screen import TRUSTING, UpdateScreen
 from shoal.optim.parameters import AveragedParameters
-from shoal.swarm.errors import MessageError, NetworkError, printable
+from shoal.swarm.errors import MessageError, NetworkError, ShoalError, printable
 from shoal.swarm.exchange.pair_rounds import PairRounds
 from shoal.swarm.exchange.round_evidence import RoundEvidence
 from shoal.swarm.exchange.round_time import RoundTime
@@ -209,12 +209,17 @@ class EncodedContribution:
         return reason
 
 
+class ContributionError(ShoalError, ValueError):
+    """A contribution that cannot be sent: its values diverged, or the codec is not for them."""
+
+
 def encode_contribution(swarm: str, contribution: Contribution) -> EncodedContribution:
     """Encode a contribution, of which tensors that are `OnDemand` are borrowed where the codec
     allows it.
 
     Raises:
-        ValueError: it is of another run than ``swarm``, or the codec refuses the tensors.
+        ValueError: it is of another run than ``swarm``.
+        ContributionError: the codec refuses the tensors.
     """
     key, tensors, codec = contribution.key, contribution.tensors, contribution.codec
     if key.run != swarm:
@@ -224,24 +229,33 @@ def encode_contribution(swarm: str, contribution: Contribution) -> EncodedContri
         if isinstance(tensors, OnDemand)
         else (tuple(tensor.shape) for tensor in tensors)
     )
-    if isinstance(tensors, OnDemand) and isinstance(codec, FloatCodec) and tensors.on_cpu:
-        payload: Payload = BorrowedPayload(tensors, codec)
-    elif (pairs := for_pairs(codec)) is not None:
-        message = pairs[0].post(
-            tensors if isinstance(tensors, OnDemand) else [tensor.clone() for tensor in tensors],
-            pairs[1],
-        )
-        if len(message.own) > 8 * MAX_REFUSED:
-            raise ValueError(
-                f"{codec.name} cannot send {len(message.own)} blocks of 64 values at once: set "
-                "more outer.fragments"
-            )
-        payload = Payload(message.nbytes, lambda: message.payload, message.tensors, message)
-    else:
-        data = codec.encode([tensor.float() for tensor in tensors])
-        payload = Payload(data.numel(), lambda: data, lambda: codec.decode(data, shapes))
+    try:
+        payload = _encoded(contribution, shapes)
+    except ValueError as error:
+        raise ContributionError(f"Cannot send what was trained: {error}.") from error
     weight = min(float(contribution.weight), MAX_WEIGHT)
     return EncodedContribution(key, payload, shapes, codec, weight, contribution.unweighted_count)
+
+
+def _encoded(contribution: Contribution, shapes: tuple[Shape, ...]) -> Payload:
+    """Return what the codec makes of the tensors. ValueError if it refuses them."""
+    tensors, codec = contribution.tensors, contribution.codec
+    if isinstance(tensors, OnDemand) and isinstance(codec, FloatCodec) and tensors.on_cpu:
+        return BorrowedPayload(tensors, codec)
+    pairs = for_pairs(codec)
+    if pairs is None:
+        data = codec.encode([tensor.float() for tensor in tensors])
+        return Payload(data.numel(), lambda: data, lambda: codec.decode(data, shapes))
+    message = pairs[0].post(
+        tensors if isinstance(tensors, OnDemand) else [tensor.clone() for tensor in tensors],
+        pairs[1],
+    )
+    if len(message.own) > 8 * MAX_REFUSED:
+        raise ValueError(
+            f"{codec.name} cannot send {len(message.own)} blocks of 64 values at once: set "
+            "more outer.fragments"
+        )
+    return Payload(message.nbytes, lambda: message.payload, message.tensors, message)
 
 
 def model_digest(parameters: AveragedParameters) -> str:

@@ -23,6 +23,7 @@ from shoal.node.training.throughput import Rates, Throughput
 from shoal.node.training.trainer import Trainer
 from shoal.node.training.training_error import TrainingError
 from shoal.optim import Alone, Simulation
+from shoal.swarm.exchange.contribution import ContributionError, encode_contribution
 from shoal.swarm.settings.outer import OuterSettings
 from shoal.swarm.settings.training import TrainSettings
 from tests.support.blocking import blocking
@@ -243,6 +244,37 @@ def test_what_cannot_be_trained_is_said_in_one_sentence(task, sentence):
     with pytest.raises(TrainingError) as caught:
         made.run()
     assert str(caught.value) == sentence
+
+
+class Encodes(Alone):
+    """Nobody is here, but contributions are encoded as for a swarm."""
+
+    def start(self, contribution):
+        encode_contribution("run", contribution)
+        return super().start(contribution)
+
+
+class Huge(Noisy):
+    """Steps to weights that float16 cannot hold, by a finite loss."""
+
+    def loss(self, model, batch):
+        return super().loss(model, batch) * 1e8
+
+
+@pytest.mark.parametrize(
+    ("task", "codec", "kind", "sentence"),
+    [
+        (Explodes, "mod4", TrainingError, "^The training loss became nan by step 1: lower the"),
+        (Huge, "float16", ContributionError, "^Cannot send what was trained: a value of "),
+    ],
+)
+def test_divergence_before_the_first_average_is_explained(task, codec, kind, sentence):
+    """Overlapped methods send before a round's loss is looked at."""
+    settings = OuterSettings(every=4, fragments=4, codec=codec)
+    made = Trainer(task(), settings, TrainSettings(steps=STEPS, seed=1))
+    made.connect(Encodes(), "run", Shard(0, 2, 1))
+    with pytest.raises(kind, match=sentence):
+        made.run()
 
 
 class OnMeta(Noisy):

@@ -215,6 +215,10 @@ def test_what_steps_in_place_of_a_stand_in_is_tried():
             "inner must be an optimizer of torch, or a list of them, got Sequential",
         ),
         (lambda net, inner: NoLoCo(inner, None), "exchange must be an exchange, got NoneType"),
+        (
+            lambda net, inner: NoLoCo(inner, Alone(), codec="int8"),
+            "codec must be a codec, got str: hand in shoal.codec_named('int8')",
+        ),
     ],
 )
 def test_a_wrong_argument_is_named_before_anything_is_made(wrong, sentence):

@@ -2,6 +2,8 @@
 contributions of weight 0.
 """
 
+import math
+
 import pytest
 import torch
 
@@ -11,6 +13,7 @@ from shoal.optim.exchange.base import Contribution, RoundKey
 from shoal.optim.exchange.on_demand import OnDemand, differences
 from shoal.swarm.exchange.contribution import (
     BorrowedPayload,
+    ContributionError,
     Payload,
     encode_contribution,
     float32_digest,
@@ -58,6 +61,16 @@ def test_an_empty_payload_has_no_block():
 def test_a_value_too_large_for_the_codec_is_refused():
     with pytest.raises(ValueError, match="too large for float16"):
         BorrowedPayload(OnDemand([torch.tensor([1.0, 1e6])]), FLOAT16)
+
+
+@pytest.mark.parametrize("name", ["float16", "mod4", "int8", "sign+ef"])
+def test_diverged_weights_end_in_a_sentence(name):
+    """What a codec cannot send is an error for the user, and no bug of Shoal's."""
+    codec = codec_named(name)
+    value = 1e6 if name == "float16" else math.nan
+    diverged = Contribution(RoundKey(SWARM, 0), [torch.tensor([1.0, value])], codec=codec)
+    with pytest.raises(ContributionError, match="^Cannot send what was trained: .* lower the"):
+        encode_contribution(SWARM, diverged)
 
 
 @pytest.mark.parametrize(("name", "kind"), [("float32", BorrowedPayload), ("int8", Payload)])
