@@ -69,7 +69,7 @@ def test_diverged_weights_end_in_a_sentence(name):
     codec = codec_named(name)
     value = 1e6 if name == "float16" else math.nan
     diverged = Contribution(RoundKey(SWARM, 0), [torch.tensor([1.0, value])], codec=codec)
-    with pytest.raises(ContributionError, match="^Cannot send what was trained: .* lower the"):
+    with pytest.raises(ContributionError, match=r"^Cannot send what was trained: .* lower the"):
         encode_contribution(SWARM, diverged)
 
 
