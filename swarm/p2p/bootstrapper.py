@@ -95,7 +95,9 @@ class Bootstrapper:
         known: Peerstore,
         resource_manager: ResourceManager,
     ) -> None:
-        self.bootstrap = tuple(options.bootstrap)
+        others = [each for each in options.bootstrap if peer_of(each) != peer_id]
+        # A link to this node alone is kept: dialling it says what is wrong with it.
+        self.bootstrap = tuple(others or options.bootstrap)
         self.seeds: dict[str, tuple[str, ...]] = {}
         """Peer id -> addresses of the bootstrap peers that turned out to be bootstrap nodes
         (`shoal seed`).
@@ -294,8 +296,13 @@ def peer_of(address: str) -> str:
 
 
 def _nobody_reached(reasons: Mapping[str, str], known: int) -> str:
-    """Return what is said where no bootstrap peer answers, nor any of the ``known`` ones."""
-    each = "; ".join(f"{address} {reason}" for address, reason in reasons.items())
+    """Return what is said where no bootstrap peer answers, nor any of the ``known`` ones: each
+    reason once.
+    """
+    for_reason: dict[str, list[str]] = {}
+    for address, reason in reasons.items():
+        for_reason.setdefault(reason, []).append(address)
+    each = "; ".join(f"{', '.join(those)} {reason}" for reason, those in for_reason.items())
     besides = ""
     if known:
         besides = f"; nor does any of {known} addresses known from an earlier run answer"
