@@ -334,7 +334,7 @@ class Activity:
         self._display.activity(
             f"{doing}, {duration(round(seconds))} so far"
             + (f": {detail}" if detail else "")
-            + ("" if alive else " (nothing moves)")
+            + ("" if alive else " (idle: nothing computed or received)")
         )
 
     def __enter__(self) -> Activity:

@@ -157,6 +157,8 @@ class Simulation(Generic[T]):
         screens: Mapping[str, UpdateScreen] | None = None,
     ) -> None:
         self.peers = list(peers)
+        if len(set(self.peers)) < len(self.peers):
+            raise ValueError("two peers have the same id: give each an id of its own")
         self.seed = seed
         self.size = size
         self.redrawn = redrawn

@@ -109,7 +109,7 @@ class Process:
         assert (self.wait(), self.lines) == (code, []), self.said()
         # Before it may stand what Muon trains and, as a start takes over ten seconds on a busy
         # machine, that the node is alive.
-        known = r"^Muon trains |, [\d.]+ (s|min|h) so far( \(nothing moves\))?$"
+        known = r"^Muon trains |, [\d.]+ (s|min|h) so far( \(idle: [\w ]+\))?$"
         said = [line for line in self.said().splitlines() if not re.search(known, line)]
         assert len(said) == 1, said
         assert said[0].startswith("Error: "), said

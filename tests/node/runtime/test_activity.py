@@ -83,7 +83,7 @@ def test_long_evaluation_reports_and_is_alive(node):
     ]
     assert node.shown.lines == [
         "evaluating, 10 s so far",
-        "evaluating, 20 s so far (nothing moves)",
+        "evaluating, 20 s so far (idle: nothing computed or received)",
     ]
 
 

@@ -578,3 +578,10 @@ def test_values_are_rounded_as_if_they_had_travelled(codec):
         torch.equal(rounded.values(at, i, j), decoded[at].reshape(-1)[i:j])
         for at, i, j in slabs(rounded)
     )
+
+
+def test_two_peers_of_one_id_are_refused():
+    with pytest.raises(
+        ValueError, match=r"^two peers have the same id: give each an id of its own"
+    ):
+        Simulation(["anna", "anna"])
