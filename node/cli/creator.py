@@ -66,6 +66,7 @@ def invite(
         raise AdmissionError(
             "--peer and --uses do not go together: an invitation for one peer is for one use."
         )
+    waiting("asking the swarm's peers")
     made = make(parsed, path, uses=uses, peer=peer, lives=seconds(expires))
     click.echo(dumps(made) if as_json else made["link"])
 

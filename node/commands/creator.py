@@ -10,14 +10,14 @@ import json
 import re
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from statistics import median_high
 from typing import Any
 
 from pydantic import ValidationError
 
-from shoal.node.commands.status import MAX_BYTES, RUNS
+from shoal.node.commands.status import MAX_BYTES, RUNS, link_to_those_there
 from shoal.node.config.links import LINK
 from shoal.node.config.node_settings import default_identity_path
 from shoal.node.config.settings import ConfigError, known_keys
@@ -30,7 +30,7 @@ from shoal.swarm.errors import AdmissionError, IdentityError, NetworkError
 from shoal.swarm.identity import Identity
 from shoal.swarm.manifest import Manifest
 from shoal.swarm.membership.change_exchange import newest_change, swap_change
-from shoal.swarm.membership.visit import connected, visited
+from shoal.swarm.membership.visit import connected, open_directory, visited
 from shoal.swarm.p2p.host import Host
 from shoal.swarm.wire.envelope import seal
 from shoal.swarm.wire.messages import Member
@@ -113,20 +113,21 @@ def seconds(text: str) -> float:
 def invite(
     link: Link, path: Path | None, *, uses: int, peer: str | None, lives: float
 ) -> dict[str, Any]:
-    """Return a link with an invitation to the swarm of ``link``, by its creator's key
-    (`creator_key`), and its terms.
+    """Return a link to who is there of the swarm of ``link``, with an invitation by its creator's
+    key (`creator_key`), and its terms.
 
     Raises:
         IdentityError, StartupError, NetworkError, MessageError.
         AdmissionError: the swarm is open, or no key here is its creator's.
     """
-    with connected(link) as (_, _, manifest):
-        pass
-    identity = inviting_key(manifest, path)
+    with connected(link) as (visitor, host, manifest):
+        identity = inviting_key(manifest, path)
+        with closing(open_directory(visitor, host, link, manifest)) as directory:
+            there = link_to_those_there(link, host, directory.members()).bootstrap
     now = time.time()
     invitation = issue(identity, link.swarm, lives=lives, uses=uses, peer=peer, now=now)
     # As many addresses as fit beside it.
-    invited = Link(link.swarm, link.bootstrap[:1], invitation).also(link.bootstrap[1:])
+    invited = Link(link.swarm, there[:1], invitation).also(there[1:])
     return {
         "link": str(invited),
         "swarm": link.swarm,

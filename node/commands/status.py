@@ -28,9 +28,11 @@ from shoal.swarm.membership.clock_check import ASK_S, clock_problem, compare_clo
 from shoal.swarm.membership.link_addresses import lasting_link
 from shoal.swarm.membership.overview import changes_said, overview, totals_said
 from shoal.swarm.membership.visit import connected, open_directory
+from shoal.swarm.p2p.host import Host
 from shoal.swarm.p2p.stream import short
 from shoal.swarm.refusals import listed
 from shoal.swarm.topics.status import lag_label, reach_label, tokens_label
+from shoal.swarm.wire.messages import Member
 
 STALE_S = 120.0  # seconds without a new link after which its node may have ended
 MAX_BYTES = 64 * 1024
@@ -162,14 +164,7 @@ def read_status(link: Link) -> dict[str, Any]:
             size = directory.size()
             departed = directory.departed()
             change = newest_change(host, link.swarm, manifest, members)
-        # Not the dead.
-        answered: list[str] = []
-        for address in link.bootstrap:
-            if address.rpartition("/p2p/")[2] in host.met:
-                answered.append(address)
-        lasting = lasting_link(
-            link.swarm, members, seeds=host.seeds(), met=host.met, otherwise=answered
-        )
+        lasting = link_to_those_there(link, host, members)
         seen = clocks.result(2 * ASK_S)
     view = overview(link.swarm, manifest, members, time.time(), size, change, departed)
     view["link"] = str(lasting)
@@ -178,6 +173,17 @@ def read_status(link: Link) -> dict[str, Any]:
     if problem:
         view["findings"] = [problem[:1].upper() + problem[1:], *view["findings"]]
     return view
+
+
+def link_to_those_there(link: Link, host: Host, members: Mapping[str, Member]) -> Link:
+    """Return a link to the swarm of ``link`` by its members, bootstrap nodes, and the addresses of
+    ``link`` that answered a visitor's ``host``: none of the dead.
+    """
+    answered: list[str] = []
+    for address in link.bootstrap:
+        if address.rpartition("/p2p/")[2] in host.met:
+            answered.append(address)
+    return lasting_link(link.swarm, members, seeds=host.seeds(), met=host.met, otherwise=answered)
 
 
 def table(report: dict[str, Any]) -> str:

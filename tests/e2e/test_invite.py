@@ -3,6 +3,7 @@
 import pytest
 
 from shoal.swarm.access.link import Link
+from shoal.swarm.identity import Identity
 
 
 @pytest.mark.slow(reason="starts of real nodes, one after another")
@@ -19,9 +20,6 @@ def test_by_invitation_only(shoal, eventually):
     )
     assert Link.parse(link).invite == ""
     bert = shoal.node("join", link, "bert")
-    inviting = shoal.start(
-        "invite", link, "--identity", shoal.home / "anna.key", "--expires", "1h", "--json"
-    )
     assert (
         "by invitation only: ask the creator of the swarm for a new link (`shoal invite`)"
         in bert.error()
@@ -29,7 +27,13 @@ def test_by_invitation_only(shoal, eventually):
     assert {event["event"] for event in shoal.metrics("bert")} <= {
         "activity"
     }  # nothing was trained
-    made = inviting.json()
+    made = shoal.start(
+        "invite", link, "--identity", shoal.home / "anna.key", "--expires", "1h", "--json"
+    ).json()
+    # The folder below runs/ knows bert by now, who is no member.
+    assert {address.rpartition("/p2p/")[2] for address in Link.parse(made["link"]).bootstrap} == {
+        Identity.load(shoal.home / "anna.key").peer_id
+    }
     assert (made["uses"], made["peer"]) == (1, None)
     shoal.node("join", made["link"], "bert", "--upload", "80")
     eventually(

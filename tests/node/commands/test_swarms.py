@@ -3,12 +3,13 @@
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
 
 from shoal.node.cli.main import cli
-from shoal.node.commands.status import STALE_S, current_link, folder_of
+from shoal.node.commands.status import STALE_S, current_link, folder_of, link_to_those_there
 from shoal.node.commands.swarms import chosen, described, report, table
 from shoal.node.config.links import KNOWN_PEERS, LINK, read_link
 from shoal.swarm.access.link import Link
@@ -251,6 +252,14 @@ def test_old_link_gets_known_addresses_of_its_swarm(tmp_path):
     assert (len(made.bootstrap), made.invite, made.swarm) == (16, "invited", SWARM)
     assert address(3) not in made.bootstrap
     assert read_link(str(old), None, tmp_path / "none") == old
+
+
+def test_a_printed_link_leaves_out_the_dead():
+    """A folder below runs/ knows all who ever looked in; a link to share names who answers."""
+    answers = address(2).rpartition("/p2p/")[2]
+    visitor = SimpleNamespace(met={answers: "203.0.113.5"}, seeds=dict)
+    known = Link(SWARM, (address(0), address(1), address(2)))
+    assert link_to_those_there(known, visitor, {}).bootstrap == (address(2),)
 
 
 ME, ANNA = Identity.ephemeral().peer_id, Identity.ephemeral()
