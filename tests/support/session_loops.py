@@ -13,9 +13,24 @@ HERE = shoal.NetworkOptions(listen=("/ip4/127.0.0.1/tcp/0",), relay="off")
 EVERY, ROUNDS = 5, 4
 
 
+def seeded(net, seed):
+    """Return ``net`` with the weights of its layers drawn from a generator of its own.
+
+    torch.manual_seed is the whole process's: of two threads that seed it at once, as peers do
+    here, each draws some of the other's numbers.
+    """
+    numbers = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for layer in net:
+            for parameter in layer.parameters():
+                bound = layer.in_features**-0.5
+                parameter.uniform_(-bound, bound, generator=numbers)
+    return net
+
+
 def model(seed):
-    torch.manual_seed(seed)
-    return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+    net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+    return seeded(net, seed)
 
 
 def loop(opt, module, data_seed, steps=EVERY * ROUNDS):
@@ -86,8 +101,7 @@ def square(seed, frozen=False):
     """Return a model whose matrices, and vectors, have one shape: in another order they would be
     averaged too.
     """
-    torch.manual_seed(seed)
-    net = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(4)))
+    net = seeded(torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(4))), seed)
     net[3].weight = net[1].weight  # tied
     net[0].weight.requires_grad_(not frozen)
     return net
