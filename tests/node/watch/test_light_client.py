@@ -122,6 +122,8 @@ def watching(link):
         yield next_of
     finally:
         source.stop()
+        has_ended = source.ended.wait(60)  # `stop` waits no longer than a user should
+    assert has_ended
     source.check()
 
 
