@@ -14,7 +14,8 @@ from tests.sim import peers
 from tests.sim.slow import rounds_of
 
 KEPT = 0.87  # 0.90 in the mean of more seeds than there is time for here
-SEEDS = {"waiting": (1, 2), "overlapped": (0, 1), "group": (1,), "gather": (0,)}
+# By latency a gathering group keeps 0.84 with seed 0, and 0.93 with seed 1: neither stands alone.
+SEEDS = {"waiting": (1, 2), "overlapped": (0, 1), "group": (1,), "gather": (0, 1)}
 SECONDS = {"waiting": 120.0, "overlapped": 60.0, "group": 120.0, "gather": 120.0}
 LONG = {
     ("overlapped", "latency"),
