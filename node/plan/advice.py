@@ -8,11 +8,10 @@ What was measured for it: docs/methods.md, "Which method for my swarm".
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shoal.node.plan.rows import ModelTensors, Row, row_of
-from shoal.swarm.exchange.cost import Line, least_every
+from shoal.swarm.exchange.cost import BUSY, Line, least_every
 from shoal.swarm.figures import amount
 from shoal.swarm.settings.outer import OuterSettings
 from shoal.swarm.settings.round_length import MAX_ROUND_S, MIN_ROUND_S
@@ -30,18 +29,24 @@ ENOUGH = 0.9
 of 40 steps in place of 16 cost 1.7 %.
 """
 WAITED = 0.05
-"""Share of its time that DiLoCo may wait where Streaming does not: it ended 0.6 % lower, which is
-worth 0.07 of the time.
+"""Share of its time that a node may compute less than with settings further down the list: these
+ended 0.6 to 0.7 % higher, which is worth 0.07 of the time.
 """
 PAIRS = OuterSettings(method="noloco", codec="mod4", every=25, lr=1.0, momentum=0.3)
 WAITING = OuterSettings(method="diloco", codec="sign+ef", every=16, lr=1.0, momentum=0.3)
 STREAMING = OuterSettings(method="streaming", codec="sign+ef", every=16, lr=1.0, momentum=0.3)
+THIN = STREAMING.model_copy(update={"codec_back": "sign+ef"})
 LONGER_ROUNDS = {
     "streaming": "every 40 costs 1.7 % of loss (one seed), longer rounds were not measured",
     "noloco": "every 200 costs 2.1 % of loss beside every 20 (in int8), longer rounds were not "
     "measured",
 }
 """What rounds cost that are longer than a recommended one, by method."""
+AVERAGES_BACK = {
+    "e3m0+ef": "averages back in 4 bits cost 0.1 % of loss at most (one seed)",
+    "sign+ef": "averages back in one bit cost 0.7 to 2.0 % of loss (one seed)",
+}
+"""What averages that come back in few bits cost, by their codec."""
 
 STRANGERS = (
     "a stranger that is late holds up one other in pairs, all in a group, and a group that judges "
@@ -62,8 +67,7 @@ FEW = (
 )
 SEVERAL = (
     "of 8 peers a group in one bit (DiLoCo) ended 5.6 % above all-reduce with the same optimizer, "
-    "pairs 9.5 % (267,392 parameters, 3 seeds), and averages back in 4 bits cost 0.1 % at most (a "
-    "smaller model, one seed)"
+    "pairs 9.5 % (267,392 parameters, 3 seeds)"
 )
 
 
@@ -88,10 +92,13 @@ def recommended(swarm: Situation) -> tuple[list[OuterSettings], str]:
         return [PAIRS], UNEVEN
     if swarm.peers > MOST_IN_A_GROUP:
         return [PAIRS], MANY
-    groups = [WAITING, STREAMING]
+    if swarm.peers == 2:
+        return [WAITING, STREAMING], TWO
     if swarm.peers < AVERAGED_BACK:
-        return groups, TWO if swarm.peers == 2 else FEW
-    return [outer.model_copy(update={"codec_back": "e3m0+ef"}) for outer in groups], SEVERAL
+        return [WAITING, STREAMING, THIN], FEW
+    four_bits = {"codec_back": "e3m0+ef"}
+    groups = [outer.model_copy(update=four_bits) for outer in (WAITING, STREAMING)]
+    return [*groups, THIN], SEVERAL
 
 
 def advise(
@@ -115,19 +122,24 @@ def advise(
     most = max(row.forecast.utilisation for row in tried)
     for row in tried:
         if row.forecast.enough(max(ENOUGH, most - WAITED)):
-            return row, f"{_opening(swarm, row)}: {why}. On this link {_cost(row)}{_longer(row)}."
+            return row, f"{_opening(swarm, row)}: {why}. On this link {_cost(row)}{_caveats(row)}."
+    # Where the link is not what is short, the first method that overlaps keeps its averages.
     usual = tried[-1]
+    for row in tried[1:]:
+        if row.forecast.filled <= BUSY:
+            usual = row
+            break
     steps = least_every(usual.work, line, ENOUGH, MAX_EVERY)
     if steps is None:
         return usual, (
             f"This link carries none of the settings: with {_named(usual)} {_cost(usual)}; choose "
             "a smaller model, or train a part of it (LoRA)."
         )
-    row = made(settings[-1], steps)
+    row = made(usual.outer, steps)
     return row, (
         f"{_opening(swarm, row)}: {why}. On this link {_cost(row)}, in place of computing "
         f"{100 * usual.forecast.utilisation:.0f} % of the time and filling "
-        f"{100 * usual.forecast.filled:.0f} % of it with every {usual.work.every}{_longer(row)}."
+        f"{100 * usual.forecast.filled:.0f} % of it with every {usual.work.every}{_caveats(row)}."
     )
 
 
@@ -159,10 +171,12 @@ def _cost(row: Row) -> str:
     )
 
 
-def _longer(row: Row) -> str:
-    """Return what a longer round than the measured one costs, if it is one."""
-    usual: Sequence[OuterSettings] = (PAIRS, STREAMING)
-    for outer in usual:
+def _caveats(row: Row) -> str:
+    """Return what averages in few bits and longer rounds than usual cost."""
+    said = ""
+    if row.outer.codec_back:
+        said += f"; {AVERAGES_BACK[row.outer.codec_back]}"
+    for outer in (PAIRS, STREAMING):
         if outer.method == row.outer.method and row.work.every > (outer.every or 1):
-            return f"; {LONGER_ROUNDS[outer.method]}"
-    return ""
+            said += f"; {LONGER_ROUNDS[outer.method]}"
+    return said
