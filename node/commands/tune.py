@@ -30,6 +30,8 @@ from shoal.swarm.file_lock import replace_file
 from shoal.swarm.settings.training import TrainSettings
 
 FILE = Path("swarm.toml")
+EVIDENCE_ROWS = 4
+"""Of the last trials, the best first; the present settings' is there too."""
 MARK = "tune: "
 """How the evidence in the settings file begins."""
 
@@ -80,7 +82,7 @@ def tune(
             "of them, or --keep-batch."
         )
     report = _report(search, knobs, minutes, clock() - began)
-    report["task"] = given.get("task.hooks") or settings.task.hooks
+    report["task"] = given.get("task.hooks") or spec_label(settings.task.hooks)
     if best is not None:
         values = beside | knobs.values(best.candidate)
         replace_file(path, _edited(path, text, values, _evidence(report)))
@@ -158,13 +160,15 @@ def _row(trial: Trial) -> dict[str, Any]:
 def _evidence(report: Mapping[str, Any]) -> list[str]:
     """Return comments for the settings file that say what its values were chosen by."""
     last = report["rungs"][-1]["trials"]
+    before = (report["compared"] or {}).get("before")
     day = datetime.now(UTC).date()
     count = len(report["rungs"][0]["trials"])
     lines = [
         f"{MARK}{day}, {report['minutes']:g} minutes on {report['device']}: the best of {count} "
         "tried, by held-out loss, alone on all data",
     ]
-    for row in last:
+    shown = [row for row in last if row in last[:EVIDENCE_ROWS] or row == before]
+    for row in shown:
         lines.append(f"{MARK}{_named(row)}: {_loss(row)} after {row['steps']} steps")
     return lines
 
@@ -176,11 +180,11 @@ def table(report: Mapping[str, Any]) -> str:
         columns.append("batch")
     columns += [f"{duration(rung['seconds'])} each" for rung in report["rungs"]]
     rows = [_cells(report, candidate) for candidate in _candidates(report)]
-    parts = []
+    lines = []
     if rows:
-        title = f"{report['task']}: held-out loss, alone, of {report['minutes']:g} minutes in all"
-        parts.append(as_table([*columns, "steps", ""], rows, words=("",), width=132, title=title))
-    return "\n".join([*parts, *summary(report)])
+        lines.append(f"{report['task']}: held-out loss of trials that took equally long")
+        lines.append(as_table([*columns, "steps", ""], rows, words=("",), width=132))
+    return "\n".join([*lines, *summary(report)])
 
 
 def _candidates(report: Mapping[str, Any]) -> list[tuple[int | None, float]]:

@@ -11,6 +11,7 @@ from shoal.node.tune.halving import Candidate, Halving, Trial
 from shoal.node.tune.knobs import Knobs, TuneError
 from shoal.node.tune.trial import Speed, measure, train
 from shoal.node.user_code import out_of_memory
+from shoal.swarm.figures import duration
 
 if TYPE_CHECKING:
     import torch
@@ -106,6 +107,7 @@ class Search:
                 f"minutes, too few to compare: give --minutes {self._least_minutes()} or more."
             )
         self.seconds.append(seconds)
+        self._log(f"{len(self.halving.candidates)} trials of {duration(seconds)} each:")
         self._trials = []
         for candidate in self.halving.candidates:
             trial = self._trial(candidate, max(LEAST_STEPS, steps[candidate.batch]))
@@ -134,7 +136,7 @@ class Search:
         if outcome.batches_ended:
             self._batches_end = outcome.steps
         loss = "diverged" if outcome.loss is None else f"held-out loss {outcome.loss:.4g}"
-        self._log(f"{candidate}: {loss} after {outcome.steps} steps")
+        self._log(f"  {candidate}: {loss} after {outcome.steps} steps")
         return Trial(candidate, outcome.steps, outcome.loss)
 
     def _stop(self) -> bool:

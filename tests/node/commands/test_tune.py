@@ -116,6 +116,7 @@ def test_an_existing_file_keeps_all_else(folder):
     assert after.endswith("\nlr = 0.8\n")
     assert "the best of 8 tried" in notes[0]
     assert notes[1].startswith("# tune: rate 0.8: ")
+    assert notes[-1].startswith("# tune: rate 0.1: ")
     assert "of last time" not in after
 
 
@@ -125,6 +126,7 @@ def test_the_table_says_what_won_and_by_how_much(search):
     best = report["best"]["loss"]
     before = report["compared"]["before"]["loss"]
     said = table(report)
+    assert said.startswith("tests.support.tune_tasks:Slope: held-out loss of trials that ")
     assert re.search(r"│ +0\.5 │.*│ best ", said)
     assert re.search(r"│ +0\.25 │.*│ as it was ", said)
     assert re.search(r"│ +2 │ +diverged │", said)
