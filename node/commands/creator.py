@@ -150,6 +150,28 @@ def inviting_key(manifest: Manifest, path: Path | None) -> Identity:
     return creator_key(manifest, path, "invite")
 
 
+VISIT_S = 86_400.0  # for which the creator's key invites a command of this machine
+
+
+def admitted(link: Link, manifest: Manifest, peer: str) -> Link:
+    """Return a link by which ``peer``, a command that looks into the swarm of ``link``, may fetch
+    weights: where an invitation is needed, the creator's key makes it if it is on this machine.
+
+    AdmissionError: one is needed, the link has none, and that key is not here.
+    """
+    if not manifest.invite_only or link.invite:
+        return link
+    try:
+        identity = creator_key(manifest, None, "invite")
+    except AdmissionError:
+        raise AdmissionError(
+            f"The swarm {manifest.name!r} gives its weights by invitation only: pull where its "
+            "creator's node runs, or by a link that the creator makes for this (`shoal invite`)."
+        ) from None
+    invitation = issue(identity, link.swarm, lives=VISIT_S, peer=peer)
+    return Link(link.swarm, link.bootstrap[:1], invitation).also(link.bootstrap[1:])
+
+
 # -- changes ---------------------------------------------------------------------------------------
 
 MOST_TOLD = 64  # members that a change is handed to; the others take it from them

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.node.checkpoint.export import WEIGHTS, export_model, export_numbered
+from shoal.node.commands.creator import admitted
 from shoal.node.commands.download import PullError, WeightsQuery, clear_download, download
 from shoal.node.commands.pull_average import Average
 from shoal.node.commands.pull_average import average as mean_of
@@ -93,13 +94,13 @@ def pull(
 
     Raises:
         PullError, HookError, MemoryBudgetError, ModelDiffersError, NetworkError, MessageError,
-        StartupError: each says in one
+        StartupError, AdmissionError: each says in one
             sentence what to do.
     """
     cap = _room(out, max_bytes, force=force)
     began = time.monotonic()
     aside = out / ASIDE
-    with visited(link) as (host, manifest, members, _):
+    with visited(link, admitted) as (host, manifest, members, _):
         built, why, sources = _found(host, manifest, members, hooks, data, evaluate=evaluate)
         query = _query(link, manifest, built, cap)
         before = host.traffic.received

@@ -7,7 +7,7 @@ with visited(link) as (host, manifest, members, size):
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from shoal.swarm.access.invitation import admission
 from shoal.swarm.access.link import Link
@@ -91,17 +91,21 @@ def open_directory(identity: Identity, host: Host, link: Link, manifest: Manifes
 
 
 @contextlib.contextmanager
-def visited(link: Link) -> Iterator[tuple[Host, Manifest, dict[str, Member], int]]:
+def visited(
+    link: Link, admitted: Callable[[Link, Manifest, str], Link] | None = None
+) -> Iterator[tuple[Host, Manifest, dict[str, Member], int]]:
     """Look into the swarm of ``link``: a host that is no member, the manifest, the members, and how
     many there are.
 
     In a swarm of buckets those of eight buckets are returned, and the number is estimated from
     them. In an invitation-only swarm an invitation in the link also lets the host fetch from peers
-    that do not know it.
+    that do not know it: ``admitted(link, manifest, the visitor's id)`` returns a link that has one.
 
     Raises StartupError, NetworkError, MessageError or AdmissionError.
     """
     with connected(link) as (identity, host, manifest):
+        if admitted is not None:
+            link = admitted(link, manifest, identity.peer_id)
         directory = open_directory(identity, host, link, manifest)
         try:
             yield host, manifest, directory.members(), directory.size()

@@ -84,7 +84,7 @@ class World:
             monkeypatch.setattr(sync, name, getattr(self, name))
 
     @contextlib.contextmanager
-    def visited(self, link):
+    def visited(self, link, admitted):
         model = self.manifest.model
         member = member_of(
             ME.peer_id,

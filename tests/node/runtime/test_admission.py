@@ -243,6 +243,24 @@ def test_visitor_needs_an_invitation_to_fetch(club):
         )
 
 
+def test_pull_where_the_creator_is_needs_no_invitation(club, tmp_path, monkeypatch):
+    """The creator's key on this machine admits a visitor; elsewhere a sentence says what to do."""
+    creator, own = club.first, tmp_path / "own.key"
+    StateServer(creator.host, creator.swarm, MODEL, SHAPES)
+    wanted = StateRequest(swarm=creator.swarm, model=MODEL)
+    monkeypatch.setattr(creators, "default_identity_path", lambda: own)
+    monkeypatch.setattr(creators, "RUNS", tmp_path / "runs")
+    with (
+        pytest.raises(AdmissionError, match="gives its weights by invitation only: pull where its"),
+        visited(club.link(), creators.admitted),
+    ):
+        pass
+    club.identity.write_to(own)
+    with visited(club.link(), creators.admitted) as (host, _, _, _):
+        answer = asks(host, creator.host.peer_id, STATE_PROTOCOL, wanted, creator.host.addresses())
+    assert answer.verdict == "wait"
+
+
 def test_used_single_invitation_names_its_user(club):
     """The second who comes by a link for one is told who uses it."""
     link = club.invited()
