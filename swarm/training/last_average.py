@@ -175,6 +175,8 @@ class LastAverage(Exchange):
         self._end: int | None = None
         """The step at which a member is at its end, by this node's own; None if it does not know.
         """
+        self._is_past_end = False
+        """True if a change of the swarm's steps ended this node: they were fewer than its own."""
         self._until: float | None = None
         self._due: dict[str, float] = {}
         """Peer -> monotonic time until which it is waited for."""
@@ -224,7 +226,9 @@ class LastAverage(Exchange):
         """Note that this node's last step, number ``step``, is done, and say for whom it waits."""
         if self.ended:
             return
-        self._end = step
+        self._is_past_end = self._end is not None and step > self._end
+        if not self._is_past_end:
+            self._end = step
         self._until = time.monotonic() + LONGEST_WAIT_S
         self._due.clear()
         self._time.until = self._until
@@ -300,8 +304,10 @@ class LastAverage(Exchange):
         Records come a second late, so one without a speed may be there already.
         """
         left = 0 if self._end is None else self._end - member.step
-        if left < 0:  # it goes on beyond this node's end
-            return 0.0
+        if (
+            left < 0
+        ):  # it goes on beyond this node's end, or the change that ended this node ends it
+            return GRACE_S if self._is_past_end else 0.0
         needs = left / member.steps_per_s if member.steps_per_s > 0 else 0.0
         return 0.0 if needs > LONGEST_WAIT_S else STEP_TIME_FACTOR * needs + GRACE_S
 

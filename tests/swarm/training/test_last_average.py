@@ -302,6 +302,17 @@ def test_later_ending_member_is_not_waited_for(world):
     assert world.said == []
 
 
+def test_a_change_that_ends_all_at_once_lets_them_wait(world):
+    """`shoal end` sets the end behind the steps of all, which differ in rounds of seconds."""
+    world.last.ends_at(100)
+    world.set(BERT, step=300, steps_per_s=1.0)
+    world.set(CARL, step=90, steps_per_s=1.0)
+    world.last.begin(200)
+    assert world.there() == ["anna", "bert", "carl"]
+    world.now = GRACE_S + 1
+    assert world.there() == ["anna", "carl"]  # at 100, its end, in 10 s
+
+
 def test_training_leader_leads_while_awaited(world):
     """A node that still trains leads a group only as long as it is waited for."""
     world.set(ME, step=50, steps_per_s=1.0)
