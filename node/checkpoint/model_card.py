@@ -35,8 +35,7 @@ def model_card(about: Mapping[str, Any], how: Sequence[str], abouts_file: str) -
         _header(about),
         f"# Weights of {name}",
         "Trained with Shoal, by peers that average their weights over ordinary internet links. "
-        f"These are the swarm's weights before round {about['round']}; {abouts_file} has these "
-        "facts as data.",
+        f"{abouts_file} has the facts below as data.",
         *about["notes"],
         "## How to load them",
         "\n".join(["```python", *how, "```"]),

@@ -25,6 +25,7 @@ from shoal.node.commands.pull_average import Average
 from shoal.node.commands.pull_average import average as mean_of
 from shoal.node.commands.pull_average import lines as average_lines
 from shoal.node.config.settings import Settings, load
+from shoal.node.console import plural
 from shoal.node.data.hub_name import PREFIX, is_path
 from shoal.node.data.source import DataError
 from shoal.node.data.task_options import TEXT
@@ -107,7 +108,9 @@ def pull(
         mean: Average | None = None
         try:
             if average:
-                mean = _average(host, query, sources, members, aside, built, say)
+                mean = _average(
+                    host, query, sources, members, aside, built, say, _fragments(manifest)
+                )
                 header = mean.header
                 tensors = mean.tensors
             else:
@@ -251,6 +254,7 @@ def _average(
     folder: Path,
     built: BuiltModel | None,
     say: Callable[[str], None],
+    fragments: int,
 ) -> Average:
     """Return the mean of the newest snapshots of ``sources``, each kept below ``folder``.
 
@@ -270,7 +274,13 @@ def _average(
         assign(built.parameters, tensors)
         return float(built.task.evaluate(built.model))
 
-    return mean_of(sources, members, fetch, held_out_loss if built is not None else None, say)
+    measure = held_out_loss if built is not None else None
+    return mean_of(sources, members, fetch, measure, say, fragments)
+
+
+def _fragments(manifest: Manifest) -> int:
+    """Return how many exchanges a round has."""
+    return int(manifest.outer.overlap().get("fragments", 1))
 
 
 def _about(
@@ -286,7 +296,7 @@ def _about(
     """
     outer = manifest.outer.resolved()
     train = {name: getattr(manifest.train, name) for name in ("optimizer", *INNER)}
-    fragments = int(manifest.outer.overlap().get("fragments", 1))
+    fragments = _fragments(manifest)
     losses = [member.loss for member in members.values() if member.loss is not None]
     steps = [member.step for member in members.values()] or [0]
     notes = []
@@ -356,8 +366,8 @@ def summary(report: Mapping[str, Any]) -> str:
     """Return the report of `pull` for people."""
     names = "under the model's own names" if report["named"] else "numbered"
     lines = [
-        f"{report['out']}: {report['values']:,} values in {report['tensors']} tensors, {names}, of "
-        f"round {report['round']}"
+        f"{report['out']}: {report['values']:,} values in {report['tensors']} tensors, {names}, "
+        f"after {plural(report['rounds'], 'round')}"
     ]
     if "average" in report:
         lines += average_lines(report["average"], report["held_out_loss"])

@@ -71,6 +71,7 @@ def average(
     fetch: Callable[[int, Peer], Fetched],
     held_out_loss: Callable[[Sequence[Tensor]], float] | None,
     say: Callable[[str], None] = lambda line: None,
+    fragments: int = 1,
 ) -> Average:
     """Return the mean of what ``fetch(number, source)`` brings from each of ``sources``.
 
@@ -99,7 +100,7 @@ def average(
             continue
         if held_out_loss is not None:
             part.loss = held_out_loss(tensors)
-        say(_said(part))
+        say(_said(part, part.round // fragments))
         usable.append((part, (header, tensors)))
     _leave_out_worst([part for part, _ in usable])
     used = [fetched for part, fetched in usable if not part.left_out]
@@ -123,9 +124,9 @@ def _leave_out_worst(parts: Sequence[Part]) -> None:
             part.left_out = "its held-out loss is more than a tenth above the median's"
 
 
-def _said(part: Part) -> str:
+def _said(part: Part, rounds: int) -> str:
     loss = "" if part.loss is None else f", held-out loss {part.loss:.4f}"
-    return f"{part.name}: weights of round {part.round}{loss}"
+    return f"{part.name}: weights after {plural(rounds, 'round')}{loss}"
 
 
 @torch.no_grad()

@@ -45,7 +45,6 @@ def test_card_states_the_origin_and_no_licence():
     assert "\n# license: " in card
     for line in [
         "# Weights of the swarm `first`",
-        "before round 48",
         "A note.",
         "```python\nmodel = load()\n```",
         "* Task: `text`, with `width=64`",

@@ -239,6 +239,7 @@ def test_held_out_loss_is_of_the_pulled_weights(world, task, tmp_path):
     assert f"held-out loss {report['held_out_loss']:.4f}, on the task's own data" in module.summary(
         report
     )
+    assert f", after {report['rounds']} round" in module.summary(report)
     with pytest.raises(PullError, match="pull without --evaluate"):
         pull(LINK, tmp_path / "other", evaluate=True)
     assert world.given.count(0) == 1  # the second has downloaded nothing

@@ -41,6 +41,14 @@ def test_mean_is_of_equal_shares_of_the_newest_round():
     assert list(lines(made.report(), None)) == ["mean of 3 members: anna, bert, carl"]
 
 
+def test_rounds_are_said_as_a_node_shows_them():
+    """Weights are numbered by exchanges, of which a round has one for each fragment."""
+    said = []
+    fetched = SimpleNamespace(round=33), [torch.zeros(1)]
+    average([("a", ())], {}, lambda number, source: fetched, None, said.append, fragments=4)
+    assert said == ["…a: weights after 8 rounds"]
+
+
 def test_unusable_member_is_left_out_and_named():
     """A member that is gone or not finite is left out and named."""
     made = taken([1.0, None, math.nan])
