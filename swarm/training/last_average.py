@@ -304,9 +304,8 @@ class LastAverage(Exchange):
         Records come a second late, so one without a speed may be there already.
         """
         left = 0 if self._end is None else self._end - member.step
-        if (
-            left < 0
-        ):  # it goes on beyond this node's end, or the change that ended this node ends it
+        # It goes on beyond this node's end, or the change that ended this node ends it too.
+        if left < 0:
             return GRACE_S if self._is_past_end else 0.0
         needs = left / member.steps_per_s if member.steps_per_s > 0 else 0.0
         return 0.0 if needs > LONGEST_WAIT_S else STEP_TIME_FACTOR * needs + GRACE_S
