@@ -617,6 +617,7 @@ def main() -> None:
         for name, seed in left:
             keep(name, seed, run_one(settings, seed, options.rounds, {**cases[name], **faults}))
     else:
+        torch.set_num_threads(1)  # two on busy cores took 17 times the seconds of one
         for node in range(options.nodes):
             prepare(settings, is_smaller(settings, node))  # so that they do not all do it
         with ProcessPoolExecutor(options.at_once, multiprocessing.get_context("spawn")) as pool:
