@@ -127,12 +127,16 @@ class Ours(Method):
         self._rounds = self._alone = 0
 
     def address(self) -> dict[str, Any]:
-        return {"peer": self.host.peer_id, "addresses": self.host.addresses()}
+        return {
+            "peer": self.host.peer_id,
+            "addresses": self.host.addresses(),
+            "step_s": self.setup.step_s,
+        }
 
     def meet(self, everybody: list[dict[str, Any]]) -> None:
         from shoal.swarm.wire.messages import Member
 
-        def member(peer: str, addresses: Sequence[str]) -> Member:
+        def member(peer: str, addresses: Sequence[str], step_s: float) -> Member:
             return Member(
                 swarm=SWARM,
                 peer=peer,
@@ -141,7 +145,7 @@ class Ours(Method):
                 round=0,
                 step=0,
                 loss=None,
-                steps_per_s=0.0,
+                steps_per_s=1 / step_s,
                 shard=0,
                 shards=1,
                 model="0" * 64,
@@ -150,7 +154,9 @@ class Ours(Method):
                 version="0",
             )
 
-        self.members = {at["peer"]: member(at["peer"], at["addresses"]) for at in everybody}
+        self.members = {
+            at["peer"]: member(at["peer"], at["addresses"], at["step_s"]) for at in everybody
+        }
         self.exchange = self.make_exchange()
 
     def make_exchange(self) -> Any:
@@ -163,7 +169,13 @@ class Ours(Method):
         timeouts = ExchangeTimeouts(30.0, 15.0, PATIENCE)
         fragments = self.setup.fragments if self.setup.method in IN_FRAGMENTS else 1
         if self.setup.method in PAIRS:
-            return PairExchange(context, timeouts, fragments=fragments)
+            return PairExchange(
+                context,
+                ExchangeTimeouts(exchange=PATIENCE),
+                fragments=fragments,
+                overlap=self.setup.method == "noloco",
+                speed=lambda member: member.steps_per_s,
+            )
         return GroupExchange(context, timeouts, fragments=fragments)
 
     def wrap(self, model: PacedModel, inner: torch.optim.Optimizer) -> tuple[nn.Module, Any]:

@@ -84,6 +84,13 @@ class PairRounds:
             soon = been
         return round + self._up(soon - round, fragment) if round != at and round < soon else None
 
+    def next_of(self, round: int, fragment: int) -> int | None:
+        """Return the next round of ``fragment`` that this node will begin; None if a caller for
+        ``round`` is there, or beyond.
+        """
+        soon = self._begun + 1 + self._shift
+        return round + self._up(soon - round, fragment) if round < soon else None
+
     def through(self, round: int, fragment: int, at: int | None) -> bool:
         """Return whether this node had its meeting in ``round`` and has not begun the next, or
         moved beyond and will not be there.

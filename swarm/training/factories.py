@@ -25,14 +25,23 @@ from shoal.swarm.errors import OuterError
 from shoal.swarm.exchange.context import PeerContext
 from shoal.swarm.exchange.group.exchange import GroupExchange
 from shoal.swarm.exchange.pair.exchange import PairExchange
+from shoal.swarm.exchange.pair.selector import no_speed
 from shoal.swarm.exchange.robust import DistanceScreen
 from shoal.swarm.exchange.timeouts import ExchangeTimeouts
 from shoal.swarm.membership.membership import Membership
 from shoal.swarm.settings.outer import MAX_GROUP, OuterSettings
+from shoal.swarm.settings.round_length import Unit, parse_round
 from shoal.swarm.wire.messages import Member
 
 TRIAL_S = 20.0
 """That a partner may take to try a contribution on data."""
+
+SPEEDS: dict[Unit, Callable[[Member], float]] = {
+    "steps": lambda member: member.steps_per_s,
+    "tokens": lambda member: member.tokens_per_s,
+    "seconds": no_speed,
+}
+"""By which members make more rounds than others, by what their rounds are counted in."""
 
 
 def still_training(members: Mapping[str, Member]) -> dict[str, Member]:
@@ -105,6 +114,7 @@ def make_exchange(
         overlap=overlap,
         departed=departed,
         screen=screen,
+        speed=SPEEDS[parse_round(outer.round)[0]],
     )
 
 

@@ -161,7 +161,11 @@ class SimPeer:
         if options.pop("gather", False):
             options["screen"] = GATHERS
         if setting.kind == "pair":
-            options |= {"departed": self.departed, "overlap": setting.fragments > 1}
+            options |= {
+                "departed": self.departed,
+                "overlap": setting.fragments > 1,
+                "speed": lambda member: member.steps_per_s,
+            }
         context = PeerContext(
             cast("Host", self.host), self.identity, SWARM, MODEL, self.swarm.seed, self.members
         )
@@ -178,7 +182,12 @@ class SimPeer:
 
     def record(self) -> Member:
         return member_of(
-            self.id, name=self.name, round=self.round, state=self.state, issued=self.wall()
+            self.id,
+            name=self.name,
+            round=self.round,
+            state=self.state,
+            issued=self.wall(),
+            steps_per_s=1 / self.pace,
         )
 
     def receive(self, member: Member) -> None:

@@ -9,8 +9,10 @@ SEED, MODEL = 3, "0" * 64
 
 
 class Directory(dict):
-    def see(self, peer, issued=1.0, model=MODEL, round=0):
-        self[peer] = SimpleNamespace(model=model, issued=issued, round=round)
+    def see(self, peer, issued=1.0, model=MODEL, round=0, steps_per_s=0.0):
+        self[peer] = SimpleNamespace(
+            model=model, issued=issued, round=round, steps_per_s=steps_per_s
+        )
 
 
 def directory(count):
@@ -22,5 +24,6 @@ def directory(count):
 
 def selector(me, here):
     return PairSelector(
-        PeerContext(None, SimpleNamespace(peer_id=me), "swarm", MODEL, SEED, lambda: here)
+        PeerContext(None, SimpleNamespace(peer_id=me), "swarm", MODEL, SEED, lambda: here),
+        speed=lambda member: member.steps_per_s,
     )

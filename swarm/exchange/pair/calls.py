@@ -385,18 +385,19 @@ class CallAnswerer:
         refusal = self._refusal(peer, offer)
         if refusal is not None:
             return self._answer("refuse", refusal)
-        late = self._later_round(offer)
-        if state.rounds.through(offer.round, offer.fragment, state.at(offer.fragment)):
+        late = self._later_round(peer, offer)
+        if late is None and state.rounds.through(
+            offer.round, offer.fragment, state.at(offer.fragment)
+        ):
             return self._answer("busy", "this node is through with that round")
         pairing, incoming, taken = state.meeting(offer.fragment, peer), None, False
         if late is None and (pairing is None or pairing.key.round != offer.round):
             pairing, incoming = await self._held.hold(stream, offer)
             # The round may have been given up just now.
             taken = pairing is not None and pairing.phase.outcome is not None
-            late = None if taken else self._later_round(offer)
+            late = None if taken else self._later_round(peer, offer)
             if not taken and late is None:
-                state.turn_away(peer, offer.round, offer.fragment)
-                return self._answer("busy", "this node did not come to that round in time")
+                return self._turn_away(peer, offer, "this node did not come to that round in time")
         if late is not None or pairing is None:
             if offer.model == self._context.model:
                 state.evidence.called(peer, offer.round)
@@ -407,12 +408,26 @@ class CallAnswerer:
                 pairing.disengage()
             return self._answer("refuse", difference)
         reason = None if taken else self._turned_down(pairing, peer, offer)
+        if reason == "busy":
+            return self._turn_away(peer, offer)
         if reason is not None:
             state.turn_away(peer, offer.round, offer.fragment)
             return self._answer(reason)
         if not taken:
             pairing.engage()
         return Judgement(pairing, Answer(verdict="accept", round=offer.round), incoming)
+
+    def _turn_away(self, peer: str, offer: Offer, reason: str = "") -> Judgement:
+        """Answer a call that this node does not take; a much slower peer may wait for its next
+        round.
+        """
+        state = self._state
+        if state.selector.is_too_slow(peer, offer.round):
+            following = state.rounds.next_of(offer.round, offer.fragment)
+            if following is not None:
+                return self._answer("passed", round=following)
+        state.turn_away(peer, offer.round, offer.fragment)
+        return self._answer("busy", reason)
 
     def _answer(self, verdict: Verdict, reason: str = "", round: int | None = None) -> Judgement:
         at = self._state.rounds.next_round if round is None else round
@@ -440,9 +455,11 @@ class CallAnswerer:
             )
         return None
 
-    def _later_round(self, offer: Offer) -> int | None:
+    def _later_round(self, peer: str, offer: Offer) -> int | None:
         """Return the round to which the caller should move; None if it is not late."""
         rounds, at = self._state.rounds, self._state.at(offer.fragment)
+        if at is None and self._state.selector.is_too_slow(peer, offer.round):
+            return rounds.next_of(offer.round, offer.fragment)
         return rounds.instead(offer.round, offer.fragment, at)
 
     def _turned_down(

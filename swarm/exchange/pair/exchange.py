@@ -55,7 +55,7 @@ from shoal.swarm.exchange.pair.calls import (
     Caller,
 )
 from shoal.swarm.exchange.pair.held_calls import HeldCalls
-from shoal.swarm.exchange.pair.selector import PairSelector
+from shoal.swarm.exchange.pair.selector import PairSelector, no_speed
 from shoal.swarm.exchange.pair.state import PairingAttempt, PairState, Phase, Step
 from shoal.swarm.exchange.pair.transfer import Attempt, PairTransfer, PartnerContribution
 from shoal.swarm.exchange.pair_rounds import PairRounds
@@ -121,6 +121,8 @@ class PairExchange(ExchangeBase):
             training needs the outcome.
         departed: returns the members that left lately, by peer id (``Directory.departed``).
         screen: decides which contributions are refused and what the mean is.
+        speed: with ``overlap``, returns the rounds that a member says it makes in a time, in any
+            unit.
 
     Raises:
         ValueError: ``fragments`` is not positive.
@@ -138,6 +140,7 @@ class PairExchange(ExchangeBase):
         overlap: bool = False,
         departed: Callable[[], Mapping[str, Member]] = dict,
         screen: UpdateScreen = TRUSTING,
+        speed: Callable[[Member], float] = no_speed,
     ) -> None:
         if fragments < 1:
             raise ValueError(f"fragments must be positive, got {fragments}")
@@ -145,7 +148,7 @@ class PairExchange(ExchangeBase):
         super().__init__(context.host, rounds, RoundEvidence(context, fragments), time)
         self._context, self._timeouts, self._screen = context, timeouts, screen
         self._selector, transfers = (
-            PairSelector(context, departed, fragments),
+            PairSelector(context, departed, fragments, speed if overlap else no_speed),
             PairTransfer(context.host, timeouts),
         )
         self.state = PairState(
@@ -346,11 +349,11 @@ class PairExchange(ExchangeBase):
         return Ended.MOVED
 
     async def _begin_second(self, pairing: PairingAttempt) -> None:
-        """Begin the meeting with the second partner of the round, if there is one; that of another
-        round ends.
+        """Begin the meeting with the second partner of the round, or with a much slower peer whose
+        call for it is held; that of another round ends.
         """
         await self._end_second(pairing)
-        peer = self._selector.second(pairing.key.round)
+        peer = self._selector.second(pairing.key.round) or self.held.slower(pairing)
         if peer is not None:
             second = pairing.beside(peer)
             second.work = asyncio.ensure_future(self._bounded(second, self._meet_second(second)))

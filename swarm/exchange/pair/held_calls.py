@@ -21,6 +21,8 @@ MAX_HELD = 64
 """Calls with each fragment."""
 RECEIVED = 2
 """Later rounds of a fragment in which payloads are received before this node is there."""
+SLOWER = 1
+"""Much slower peers whose payloads are received so, of a fragment."""
 
 
 class HeldCalls:
@@ -29,7 +31,8 @@ class HeldCalls:
     def __init__(self, state: PairState) -> None:
         self._state = state
         self._places: defaultdict[int, StreamPlaces] = defaultdict(lambda: StreamPlaces(MAX_HELD))
-        self._receiving: Counter[int] = Counter()  # payloads that come in, by fragment
+        self._receiving: Counter[tuple[int, bool]] = Counter()
+        """Payloads that come in, by fragment; those of much slower peers by themselves."""
         self.calls: dict[tuple[int, str], tuple[int, asyncio.Future[PairingAttempt | None]]] = {}
 
     async def hold(
@@ -38,7 +41,8 @@ class HeldCalls:
         """Wait until this node is at the round of ``offer`` and takes the call; None if it does not
         in the time a caller waits, or too many calls with that fragment are held. Also return what
         has come of the payload meanwhile. It is received from a partner of that round, `RECEIVED`
-        times with each fragment and partner, if it is as large as this node's own.
+        times with each fragment and partner, or from a much slower peer, if it is as large as this
+        node's own.
         """
         round, fragment = offer.round, offer.fragment
         call = (fragment, stream.peer_id)
@@ -47,10 +51,15 @@ class HeldCalls:
         taken: asyncio.Future[PairingAttempt | None] = asyncio.get_running_loop().create_future()
         self.calls[call] = (round, taken)
         state, incoming = self._state, None
-        partners = state.selector.partners(round)
-        ahead = state.sizes.get(fragment) == offer.nbytes and stream.peer_id in partners
-        if ahead and self._receiving[fragment] < RECEIVED * len(partners):
-            self._receiving[fragment] += 1
+        peer, partners = stream.peer_id, state.selector.partners(round)
+        slower = state.selector.is_too_slow(peer, round)
+        has_room = self._receiving[fragment, slower] < (
+            SLOWER if slower else RECEIVED * len(partners)
+        )
+        expected = peer in partners or (slower and has_room)
+        ahead = expected and state.sizes.get(fragment) == offer.nbytes
+        if ahead and has_room:
+            self._receiving[fragment, slower] += 1
             incoming = Incoming(offer.nbytes)
         gone = asyncio.ensure_future(self._until_gone(stream, incoming, ahead))
         try:
@@ -63,7 +72,7 @@ class HeldCalls:
         finally:
             del self.calls[call]
             if incoming is not None:
-                self._receiving[fragment] -= 1
+                self._receiving[fragment, slower] -= 1
             places.free(stream)
             # Not if this call gave way, and others came and went.
             if not places.peers and self._places.get(fragment) is places:
@@ -88,6 +97,15 @@ class HeldCalls:
         pairing.engage()
         held[1].set_result(pairing)
         return True
+
+    def slower(self, pairing: PairingAttempt) -> str | None:
+        """Return a much slower peer whose call for the round of ``pairing`` is held."""
+        key = pairing.key
+        for (fragment, peer), (round, taken) in self.calls.items():
+            is_here = (fragment, round) == (key.fragment, key.round) and not taken.done()
+            if is_here and self._state.selector.is_too_slow(peer, round):
+                return peer
+        return None
 
     def release(self, pairing: PairingAttempt) -> None:
         """Answer the calls that this node no longer takes, now that it is in the round of

@@ -7,6 +7,9 @@ Partners follow from the members in view (`shoal.optim.exchange.pairing`). A pee
 from when it could not be reached until it calls, or issues another record. One that wastes this
 node's rounds is passed over as if it were dead (`PassedOver`); the pairs of all others stay as they
 are. Who meets whom then: docs/internals.md, "A partner that is dead or passed over".
+
+Peers that are much slower than this node are not in its pairs: they would not be there in most of
+its rounds. They call it. Why: docs/internals.md, "Peers of unlike speed".
 """
 
 from __future__ import annotations
@@ -18,11 +21,21 @@ from shoal.swarm.exchange.context import PeerContext
 from shoal.swarm.exchange.passed_over import PassedOver
 from shoal.swarm.wire.messages import Member
 
+# Not 2, so that a peer of half the speed is on the same side of it for all.
+SLOWER_TIMES = 1.7
+"""How many times as quick as a peer this node is if it does not count on it."""
+
+
+def no_speed(member: Member) -> float:
+    """Return a speed that is not known: nobody is slower."""
+    return 0.0
+
 
 class PairSelector:
     """Selects this peer's partner in a round from the members in view with the same model.
 
-    ``fragments``: sent in turn.
+    ``fragments``: sent in turn. ``speed``: returns the rounds that a member says it makes in a
+    time, in any unit; 0: not known.
     """
 
     def __init__(
@@ -30,8 +43,9 @@ class PairSelector:
         context: PeerContext,
         departed: Callable[[], Mapping[str, Member]] = dict,
         fragments: int = 1,
+        speed: Callable[[Member], float] = no_speed,
     ) -> None:
-        self._context, self._departed = context, departed
+        self._context, self._departed, self._speed = context, departed, speed
         self.passed = PassedOver(fragments)
         self._unreached: dict[str, float] = {}
         """Peer -> the time of issue of the record that it had when it could not be reached."""
@@ -167,18 +181,39 @@ class PairSelector:
         self._unreached.pop(peer, None)
         self.passed.returned(peer)
 
+    def is_too_slow(self, peer: str, round: int) -> bool:
+        """Return whether ``peer`` is in no pair of this node because it is much slower."""
+        member = self._context.members().get(peer)
+        return (
+            member is not None
+            and self._is_slower(member, self._own_speed())
+            and peer not in self._in(round)
+        )
+
+    def _own_speed(self) -> float:
+        mine = self._context.members().get(self._context.me)
+        return 0.0 if mine is None else self._speed(mine)
+
+    def _is_slower(self, member: Member, own: float) -> bool:
+        # Against this node's own speed: a liar can put itself out of the pairs only.
+        return 0 < self._speed(member) * SLOWER_TIMES < own
+
     def _in(self, round: int) -> set[str]:
-        """Return all other peers that have partners in ``round``."""
-        here = {
-            peer
-            for peer, member in self._context.members().items()
-            if member.model == self._context.model
-        }
+        """Return all other peers that have partners in ``round``, without the much slower ones
+        unless these are all.
+        """
+        here = self._alike(self._context.members())
         # A peer that left after this round had a partner in it: without it the others would be
         # paired differently from how peers that are further ahead have already paired.
-        gone = {
-            peer
-            for peer, member in self._departed().items()
-            if member.model == self._context.model and member.round > round
-        }
-        return (here | gone) - {self._context.me}
+        departed = self._alike(self._departed())
+        gone = {peer: member for peer, member in departed.items() if member.round > round}
+        own = self._own_speed()
+        others = gone | here
+        others.pop(self._context.me, None)
+        counted = {peer for peer, member in others.items() if not self._is_slower(member, own)}
+        return counted or set(others)
+
+    def _alike(self, members: Mapping[str, Member]) -> dict[str, Member]:
+        """Return those of ``members`` that train the same model."""
+        model = self._context.model
+        return {peer: member for peer, member in members.items() if member.model == model}
