@@ -52,7 +52,7 @@ class HeldCalls:
         self.calls[call] = (round, taken)
         state, incoming = self._state, None
         peer, partners = stream.peer_id, state.selector.partners(round)
-        slower = state.selector.is_too_slow(peer, round)
+        slower = state.selector.expects_slower(peer, round)
         has_room = self._receiving[fragment, slower] < (
             SLOWER if slower else RECEIVED * len(partners)
         )
@@ -99,11 +99,13 @@ class HeldCalls:
         return True
 
     def slower(self, pairing: PairingAttempt) -> str | None:
-        """Return a much slower peer whose call for the round of ``pairing`` is held."""
+        """Return a much slower peer whose partner this node is, and whose call for the round of
+        ``pairing`` is held.
+        """
         key = pairing.key
         for (fragment, peer), (round, taken) in self.calls.items():
             is_here = (fragment, round) == (key.fragment, key.round) and not taken.done()
-            if is_here and self._state.selector.is_too_slow(peer, round):
+            if is_here and self._state.selector.expects_slower(peer, round):
                 return peer
         return None
 

@@ -183,34 +183,42 @@ class PairSelector:
 
     def is_too_slow(self, peer: str, round: int) -> bool:
         """Return whether ``peer`` is in no pair of this node because it is much slower."""
-        member = self._context.members().get(peer)
+        here, me = self._context.members(), self._context.me
         return (
-            member is not None
-            and self._is_slower(member, self._own_speed())
+            peer in here
+            and me in here
+            and self._is_slower(here[peer], here[me])
             and peer not in self._in(round)
         )
 
-    def _own_speed(self) -> float:
-        mine = self._context.members().get(self._context.me)
-        return 0.0 if mine is None else self._speed(mine)
-
-    def _is_slower(self, member: Member, own: float) -> bool:
-        # Against this node's own speed: a liar can put itself out of the pairs only.
-        return 0 < self._speed(member) * SLOWER_TIMES < own
-
-    def _in(self, round: int) -> set[str]:
-        """Return all other peers that have partners in ``round``, without the much slower ones
-        unless these are all.
+    def expects_slower(self, peer: str, round: int) -> bool:
+        """Return whether this node is a partner of ``peer``, which is too slow for its own pairs,
+        in those of the speed of ``peer``.
         """
+        if not self.is_too_slow(peer, round):
+            return False
+        others = self._in(round, peer)
+        return self._context.me in partners_of(self._context.seed, round, peer, others)
+
+    def _is_slower(self, member: Member, than: Member) -> bool:
+        return 0 < self._speed(member) * SLOWER_TIMES < self._speed(than)
+
+    def _in(self, round: int, of: str | None = None) -> set[str]:
+        """Return all other peers that have partners in ``round``, as a peer counts them (this node
+        by default): without those much slower than it, unless these are all.
+        """
+        of = self._context.me if of is None else of
         here = self._alike(self._context.members())
         # A peer that left after this round had a partner in it: without it the others would be
         # paired differently from how peers that are further ahead have already paired.
         departed = self._alike(self._departed())
         gone = {peer: member for peer, member in departed.items() if member.round > round}
-        own = self._own_speed()
         others = gone | here
-        others.pop(self._context.me, None)
-        counted = {peer for peer, member in others.items() if not self._is_slower(member, own)}
+        one = others.pop(of, None)
+        if one is None:
+            return set(others)
+        # Against its own speed: a liar can leave itself out only.
+        counted = {peer for peer, member in others.items() if not self._is_slower(member, one)}
         return counted or set(others)
 
     def _alike(self, members: Mapping[str, Member]) -> dict[str, Member]:

@@ -173,7 +173,7 @@ def test_payloads_of_both_partners_come_ahead(peer):
             await asyncio.Event().wait()
 
     async def main():
-        selector = SimpleNamespace(partners=lambda round: ENDS, is_too_slow=lambda *call: False)
+        selector = SimpleNamespace(partners=lambda round: ENDS, expects_slower=lambda *call: False)
         rounds = SimpleNamespace(overlap=True)
         state = PairState(None, None, None, selector, rounds, None, None, sizes={0: 16})
         held = HeldCalls(state)
