@@ -193,9 +193,9 @@ class PairSelector:
 
     def expects_slower(self, peer: str, round: int) -> bool:
         """Return whether this node is a partner of ``peer``, which is too slow for its own pairs,
-        in those of the speed of ``peer``.
+        in those of the speed of ``peer``, and does not pass it over.
         """
-        if not self.is_too_slow(peer, round):
+        if not self.is_too_slow(peer, round) or self._over(peer, round):
             return False
         others = self._in(round, peer)
         return self._context.me in partners_of(self._context.seed, round, peer, others)

@@ -77,3 +77,11 @@ def test_slow_caller_is_expected_by_its_partners_only():
             expecting = {me for me in here if selector(me, here).expects_slower(peer, round)}
             assert expecting == {*partners}
     assert not any(selector("a", here).expects_slower("b", round) for round in ROUNDS)
+
+
+def test_slow_caller_that_costs_time_is_not_expected():
+    node = selector("a", swarm(a=10.0, b=10.0, slow=1.0))
+    expecting = [round for round in ROUNDS if node.expects_slower("slow", round)]
+    node.passed.missed("slow", expecting[0], over=1)
+    assert not node.expects_slower("slow", expecting[0])
+    assert node.expects_slower("slow", expecting[-1])
