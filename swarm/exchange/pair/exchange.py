@@ -10,7 +10,7 @@ answered
     (held)    I am not at that round yet: the answer comes when I am
     wait      I am calling you myself, and of calls that cross, mine counts
     busy      I am with another, or through with that round, or did not come to it in time
-    passed    I am beyond that round, or you are much slower; my next one is ``round``
+    passed    I am beyond that round; my next one is ``round``
     refuse    our contributions differ in this, or you are barred
 
 The bytes and the commit are in `transfer`, the training thread's side in
