@@ -53,7 +53,7 @@ def shares(seed):
     return *(sum(one.mean is None for one in each) / len(each) for each in (quick, slow)), of_time
 
 
-def test_quick_peers_neither_wait_for_a_slow_one_nor_miss_it():
+def test_quick_peers_do_without_a_slow_one():
     quick, slow, stood_still = shares(0)
     assert quick <= 0.02
     assert slow <= 0.15
@@ -70,7 +70,7 @@ def test_quick_peers_neither_wait_for_a_slow_one_nor_miss_it():
     ],
     ids=["counted", "alone", "behind"],
 )
-def test_without_one_of_the_rules_many_rounds_find_nobody(monkeypatch, owner, name, mutant, whose):
+def test_without_a_rule_many_find_nobody(monkeypatch, owner, name, mutant, whose):
     monkeypatch.setattr(owner, name, mutant)
     quick, slow, _ = shares(0)
     assert (quick if whose == "quick" else slow) > 0.2

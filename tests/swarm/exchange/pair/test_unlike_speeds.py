@@ -38,7 +38,7 @@ def test_peer_of_half_the_speed_is_left_out():
 
 
 @pytest.mark.parametrize("speed", [0.6, 1.0, 5.0, 1e9, 0.0])
-def test_what_others_state_keeps_no_honest_peer_out(speed):
+def test_stated_speeds_keep_no_honest_peer_out(speed):
     """A liar can leave itself out only; 0 is not known."""
     here = swarm(a=1.0, b=1.0, liar=speed)
     assert met("a", here) == expected("a", [*here])
@@ -51,7 +51,7 @@ def test_slow_peers_are_met_if_there_are_no_others():
     assert not selector("quick", here).is_too_slow("one", 0)
 
 
-def test_nobody_is_left_out_before_the_own_speed_is_known():
+def test_nobody_is_out_while_the_own_speed_is_unknown():
     here = swarm(a=0.0, b=1.0, c=1.0)
     assert met("a", here) == expected("a", [*here])
 
@@ -61,7 +61,7 @@ def test_only_members_in_no_pair_are_too_slow():
     assert [node.is_too_slow(peer, 0) for peer in ("slow", "b", "stranger")] == [True, False, False]
 
 
-def test_slow_caller_is_sent_to_the_next_round_of_its_fragment():
+def test_slow_caller_is_sent_a_round_ahead():
     rounds = PairRounds(fragments=4, overlap=True)
     rounds.begin(rounds.hand_in(9), 9, 1)
     assert [rounds.next_of(round, round % 4) for round in (2, 5, 9)] == [10, 13, 13]
