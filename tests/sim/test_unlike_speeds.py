@@ -64,7 +64,7 @@ def test_quick_peers_do_without_a_slow_one():
 @pytest.mark.parametrize(
     ("owner", "name", "mutant", "whose"),
     [
-        (selector, "SLOWER_TIMES", float("inf"), "quick"),  # all count on the slow one
+        (selector, "GAP_TIMES", float("inf"), "quick"),  # all count on the slow one
         (HeldCalls, "slower", lambda self, pairing: None, "slow"),  # only its pair takes a call
         (PairRounds, "next_of", lambda *call: None, "slow"),  # it is sent where all have been
     ],

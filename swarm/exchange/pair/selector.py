@@ -14,7 +14,7 @@ its rounds. They call it. Why: docs/internals.md, "Peers of unlike speed".
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from shoal.optim.exchange.pairing import candidates, groups, partner_of, partners_of
 from shoal.swarm.exchange.context import PeerContext
@@ -22,8 +22,8 @@ from shoal.swarm.exchange.passed_over import PassedOver
 from shoal.swarm.wire.messages import Member
 
 # Not 2, so that a peer of half the speed is on the same side of it for all.
-SLOWER_TIMES = 1.7
-"""How many times as quick as a peer this node is if it does not count on it."""
+GAP_TIMES = 1.7
+"""How many times as quick as those beyond it the peers on this side of a gap are."""
 
 
 def no_speed(member: Member) -> float:
@@ -183,13 +183,9 @@ class PairSelector:
 
     def is_too_slow(self, peer: str, round: int) -> bool:
         """Return whether ``peer`` is in no pair of this node because it is much slower."""
-        here, me = self._context.members(), self._context.me
-        return (
-            peer in here
-            and me in here
-            and self._is_slower(here[peer], here[me])
-            and peer not in self._in(round)
-        )
+        here = self._alike(self._context.members())
+        me = self._context.me
+        return peer != me and peer in here and me in here and peer not in self._in(round)
 
     def expects_slower(self, peer: str, round: int) -> bool:
         """Return whether this node is a partner of ``peer``, which is too slow for its own pairs,
@@ -200,12 +196,19 @@ class PairSelector:
         others = self._in(round, peer)
         return self._context.me in partners_of(self._context.seed, round, peer, others)
 
-    def _is_slower(self, member: Member, than: Member) -> bool:
-        return 0 < self._speed(member) * SLOWER_TIMES < self._speed(than)
+    def _slowest(self, one: Member, others: Iterable[Member]) -> float:
+        """Return the lowest speed of ``others`` that leads up to that of ``one`` without a gap."""
+        lowest = self._speed(one)
+        known = [speed for member in others if (speed := self._speed(member)) > 0]
+        for speed in sorted(known, reverse=True):
+            if speed * GAP_TIMES < lowest:
+                break
+            lowest = min(speed, lowest)
+        return lowest
 
     def _in(self, round: int, of: str | None = None) -> set[str]:
         """Return all other peers that have partners in ``round``, as a peer counts them (this node
-        by default): without those much slower than it, unless these are all.
+        by default): without those beyond a gap in the speeds below its own, unless these are all.
         """
         of = self._context.me if of is None else of
         here = self._alike(self._context.members())
@@ -217,9 +220,10 @@ class PairSelector:
         one = others.pop(of, None)
         if one is None:
             return set(others)
-        # Against its own speed: a liar can leave itself out only.
-        counted = {peer for peer, member in others.items() if not self._is_slower(member, one)}
-        return counted or set(others)
+        # One more speed closes gaps and makes none: a liar can leave itself out only.
+        slowest = self._slowest(one, others.values())
+        slower = {peer for peer, member in others.items() if 0 < self._speed(member) < slowest}
+        return (others.keys() - slower) or set(others)
 
     def _alike(self, members: Mapping[str, Member]) -> dict[str, Member]:
         """Return those of ``members`` that train the same model."""

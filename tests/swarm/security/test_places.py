@@ -84,7 +84,7 @@ def peer_streams(monkeypatch):
 
 def held_calls(monkeypatch):
     monkeypatch.setattr(pair_held_calls, "MAX_HELD", MOST)
-    nobody = SimpleNamespace(partners=lambda round: ())
+    nobody = SimpleNamespace(partners=lambda round: (), expects_slower=lambda peer, round: False)
     state = SimpleNamespace(rounds=SimpleNamespace(overlap=True), sizes={}, selector=nobody)
     waiting = HeldCalls(state)
     return lambda stream: waiting.hold(stream, SimpleNamespace(round=3, fragment=0, nbytes=0)), None

@@ -33,6 +33,20 @@ def test_three_quick_peers_leave_a_slow_one_out():
     assert met("slow", here) == expected("slow", [*here])
 
 
+def test_without_a_gap_nobody_is_left_out():
+    """Measured against the own speed alone, each would leave out others than the next one does."""
+    here = swarm(a=10.0, b=8.0, c=6.0, d=4.5, e=3.0)
+    for me in here:
+        assert met(me, here) == expected(me, [*here])
+
+
+def test_all_above_a_gap_leave_the_same_peers_out():
+    here = swarm(a=10.0, b=7.0, c=5.0, d=2.9, e=2.0)
+    for me in "abc":
+        assert met(me, here) == expected(me, "abc")
+    assert met("d", here) == expected("d", [*here])
+
+
 def test_peer_of_half_the_speed_is_left_out():
     assert met("a", swarm(a=2.0, b=2.0, half=1.0)) == [("b",)] * len(ROUNDS)
 
