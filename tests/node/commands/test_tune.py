@@ -16,6 +16,8 @@ from shoal.node.tune import knobs as knobs_module
 from shoal.node.tune.knobs import TuneError, find_knobs
 from tests.support.tune_tasks import CLOCK
 
+pytestmark = pytest.mark.usefixtures("users_code")
+
 FILE = "swarm.toml"
 
 

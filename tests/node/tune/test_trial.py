@@ -1,9 +1,12 @@
 """One trial of ``shoal tune``."""
 
+import pytest
 import torch
 
 from shoal.node.config.settings import load
 from shoal.node.tune.trial import train
+
+pytestmark = pytest.mark.usefixtures("users_code")
 
 
 def test_a_diverged_trial_is_not_evaluated(caplog):
