@@ -71,6 +71,8 @@ class Correction:
 
     def advantages(self, plain: Tensor, rewards: Sequence[Sequence[float]]) -> Tensor:
         """Return the advantages of all completions, from those over each group's own mean."""
+        if not self.changes:
+            return plain
         changed = plain.clone()
         start = 0
         for ratio, given in zip(self.ratios, rewards, strict=True):
@@ -99,6 +101,9 @@ class Correction:
             return torch.where(others, clipped_weight(batch), base(batch))
 
         return mixed
+
+
+UNCHANGED = Correction()
 
 
 def _raised(rewards: Sequence[float], ratio: float) -> float:

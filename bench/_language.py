@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from bench._hacpo import Correction
+from bench._hacpo import UNCHANGED, Correction
 from bench._world import Completion, Group, Settings, World
 from shoal.node.rl.environment import HELD_OUT, Env, EnvError, Environment, Question
 from shoal.node.rl.gym import Gym
@@ -154,19 +154,16 @@ class Learner:
         self,
         groups: Sequence[Group],
         rewards: Sequence[Sequence[float]],
-        correction: Correction | None = None,
+        correction: Correction = UNCHANGED,
     ) -> None:
         began = time.process_time()
         update = make_update(
             [self._learnt(group, given) for group, given in zip(groups, rewards, strict=True)]
         )
         if update is not None:
-            loss = self.settings.loss
-            if correction is not None:
-                update = replace(
-                    update, advantages=correction.advantages(update.advantages, rewards)
-                )
-                loss = correction.loss(loss, rewards)
+            advantages = correction.advantages(update.advantages, rewards)
+            update = replace(update, advantages=advantages)
+            loss = correction.loss(self.settings.loss, rewards)
             objective = Objective(loss, per=self.settings.per, max_tokens=self.policy.max_tokens)
             value, _ = loss_of(self.policy, update, objective, self.settings.temperature)
             self.optimizer.zero_grad()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from bench._hacpo import Correction
+from bench._hacpo import UNCHANGED, Correction
 from shoal.optim.rl.losses import Per, TokenLoss
 from shoal.swarm.topics.rollout import Finish
 
@@ -43,7 +43,7 @@ class Policy(Protocol):
         self,
         groups: Sequence[Group],
         rewards: Sequence[Sequence[float]],
-        correction: Correction | None = None,
+        correction: Correction = UNCHANGED,
     ) -> None:
         """One update; ``rewards`` are those of each group's completions."""
         ...

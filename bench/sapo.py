@@ -71,7 +71,7 @@ from torch import Tensor
 if not __package__:  # run as a file: the folder above is not on the path then
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench._hacpo import CHANGES, Capability, Correction
+from bench._hacpo import CHANGES, UNCHANGED, Capability, Correction
 from bench._language import Learner, is_smaller, language_world, prepare, tiny_world
 from bench._world import UNLIKE, Completion, Group, Settings, World, questions_of, share_of
 from shoal.optim.rl.advantages import group_advantages
@@ -122,7 +122,7 @@ class Linear:
         self,
         groups: Sequence[Group],
         rewards: Sequence[Sequence[float]],
-        correction: Correction | None = None,
+        correction: Correction = UNCHANGED,
     ) -> None:
         written = [
             (network, group.question, one)
@@ -135,10 +135,8 @@ class Linear:
         flat = torch.tensor([value for values in rewards for value in values], dtype=torch.float64)
         new = self._log_probs()[questions, tokens][:, None]
         mask = torch.ones_like(new, dtype=torch.bool)
-        advantages, loss = group_advantages(flat, places), self.loss
-        if correction is not None:
-            advantages = correction.advantages(advantages, rewards)
-            loss = correction.loss(loss, rewards)
+        advantages = correction.advantages(group_advantages(flat, places), rewards)
+        loss = correction.loss(self.loss, rewards)
         batch = Completions(new, new.detach(), mask, advantages, behaviour)
         self.optimizer.zero_grad()
         torch.autograd.backward(policy_loss(batch, loss, per=self.per, max_tokens=1))
@@ -263,7 +261,7 @@ def train(
             groups = [*written[node], *(pool[network][1] for network in picked)]
             own = [rewards_of(world, group, group.answer) for group in written[node]]
             rewards = own + [judged[network] for network in picked]
-            correction = None
+            correction = UNCHANGED
             if changes:
                 seen = [(node, one) for one in own]
                 seen += [(author, one) for (author, _), one in zip(pool, judged, strict=True)]
