@@ -9,10 +9,9 @@ import json
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
-from copy import deepcopy
 from typing import Any
 
-from shoal.node.config.settings import ConfigError
+from shoal.node.config.settings import ConfigError, merge
 
 _HEADER = re.compile(r"\s*\[")
 
@@ -25,21 +24,22 @@ def edit(text: str, values: Mapping[str, Any], notes: Sequence[str] = (), mark: 
 
     Raises ConfigError if values are written in a way that cannot be edited, such as in one line.
     """
-    before = tomllib.loads(text)
+    wanted = tomllib.loads(text)
+    merge(wanted, values)
     lines = text.removesuffix("\n").split("\n") if text else []
     if mark:
         lines = [line for line in lines if not line.startswith(f"# {mark}")]
     at = 0
     for dotted, value in values.items():
         table, _, key = dotted.rpartition(".")
-        at = _set(lines, table, key, f"{key} = {_literal(value)}")
+        at = _set(lines, table, key, f"{key} = {toml_value(value)}")
     lines[at:at] = [f"# {note}" for note in notes]
     edited = "\n".join(lines) + "\n"
-    if _parsed(edited) != _with(before, values):
-        wanted = ", ".join(f"{dotted} = {_literal(value)}" for dotted, value in values.items())
+    if _parsed(edited) != wanted:
+        said = ", ".join(f"{dotted} = {toml_value(value)}" for dotted, value in values.items())
         raise ConfigError(
             f"The settings file cannot be edited, for its tables are not written line by line: "
-            f"write these values there yourself: {wanted}."
+            f"write these values there yourself: {said}."
         )
     return edited
 
@@ -63,9 +63,11 @@ def _set(lines: list[str], table: str, key: str, line: str) -> int:
     return begin + 1
 
 
-def _literal(value: float | str) -> str:
-    """Return a value in TOML, which writes numbers, texts and truth values as JSON does."""
-    return json.dumps(value, ensure_ascii=False)
+def toml_value(value: Any) -> str:
+    """Return a text, a number, a truth value or a list as TOML has it: JSON, but for characters
+    beyond ASCII and DEL.
+    """
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _comment(line: str) -> str:
@@ -83,17 +85,3 @@ def _parsed(text: str) -> dict[str, Any] | None:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError:
         return None
-
-
-def _with(before: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return ``before`` with the dotted ``values``; None if a part of a name is no table."""
-    wanted = deepcopy(dict(before))
-    for dotted, value in values.items():
-        *tables, key = dotted.split(".")
-        inner: Any = wanted
-        for name in tables:
-            inner = inner.setdefault(name, {})
-            if not isinstance(inner, dict):
-                return None
-        inner[key] = value
-    return wanted

@@ -66,7 +66,7 @@ def load(
     Raises ConfigError: the sentence names the file and line, or the key, its value and the problem.
     """
     values = _read(path) if path is not None else {}
-    _merge(values, overrides or {})
+    merge(values, overrides or {})
     only_rollouts = _sets_no_method(values)
     if only_rollouts:
         # Rollouts are shared then, weights only if a setting says so.
@@ -118,7 +118,7 @@ def _read(path: Path) -> dict[str, Any]:
     return values
 
 
-def _merge(values: dict[str, Any], overrides: Mapping[str, Any]) -> None:
+def merge(values: dict[str, Any], overrides: Mapping[str, Any]) -> None:
     """Put ``overrides``, with dotted keys, into the tables of ``values``; None is a flag that was
     not given.
     """

@@ -11,6 +11,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, Protocol
 
 from shoal.node.checkpoint.folder import check_writable
+from shoal.node.config.edit_file import toml_value
 from shoal.node.config.settings import Settings, load
 from shoal.node.demo.liveness import Liveness
 from shoal.node.demo.nodes import LOOK_S, Nodes, start_first
@@ -128,13 +129,6 @@ def stage(keep: Path | None, name: str = "demo") -> Iterator[tuple[Path, Display
         yield Path(place).resolve(), make_display()
 
 
-def _toml(value: Any) -> str:
-    """Return a text, a number or a list as TOML has it: JSON, but for characters beyond ASCII and
-    DEL.
-    """
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-
-
 def settings_toml(settings: Settings) -> str:
     """Return what was given of the tables that ``shoal up`` needs, as TOML; what was not is left to
     it.
@@ -145,5 +139,5 @@ def settings_toml(settings: Settings) -> str:
     options = tables.get("task", {}).pop("options", {})
     lines = []
     for name, table in {**tables, "task.options": options}.items():
-        lines += [f"[{name}]", *(f"{key} = {_toml(value)}" for key, value in table.items())]
+        lines += [f"[{name}]", *(f"{key} = {toml_value(value)}" for key, value in table.items())]
     return "\n".join(lines) + "\n"

@@ -13,6 +13,7 @@ from shoal.node.tasks.loader import option_defaults
 from shoal.node.training.inner_optimizer import resolved
 from shoal.node.tune.halving import Candidate
 from shoal.swarm.errors import ShoalError
+from shoal.swarm.settings.training import MAX_LR
 
 RATE_OPTIONS = ("lr", "learning_rate")
 BATCH_OPTIONS = ("batch", "batch_size")
@@ -20,8 +21,6 @@ BATCH_OPTIONS = ("batch", "batch_size")
 RATE_FACTORS = tuple(2.0**power for power in range(-3, 5))
 """Of the present rate: AdamW's default of 3e-4 is low for a small model, so more are above it."""
 BATCH_FACTORS = (0.5, 1, 2)
-MAX_TRAIN_RATE = 10.0
-"""The largest ``train.lr`` that settings may have."""
 TRAIN_RATE = "train.lr"
 OPTIONS = "task.options."
 
@@ -43,7 +42,7 @@ class Knobs:
         """Return what is tried, the lowest rate first; ``accumulate`` must divide a batch."""
         rates = [self.present.rate * factor for factor in RATE_FACTORS]
         if self.rate == TRAIN_RATE:
-            rates = [rate for rate in rates if rate <= MAX_TRAIN_RATE]
+            rates = [rate for rate in rates if rate <= MAX_LR]
         if self.present.batch is None:
             return [Candidate(rate) for rate in rates]
         found = []

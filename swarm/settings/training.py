@@ -8,6 +8,9 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from shoal.swarm.wire.envelope import MAX_COUNT
 
+MAX_LR = 10
+"""The largest learning rate of Shoal's own inner optimizers."""
+
 
 class TrainSettings(BaseModel):
     """Settings of the training run."""
@@ -40,7 +43,7 @@ class TrainSettings(BaseModel):
     lr: float | None = Field(
         default=None,
         gt=0,
-        le=10,
+        le=MAX_LR,
         description="adamw, muon: peak learning rate; not given, 3e-4 (muon: 0.02).",
     )
     weight_decay: float | None = Field(

@@ -46,3 +46,9 @@ def test_tables_in_one_line_are_refused(text):
     """Mutant: what the edited file means is not compared, and a key stands there twice."""
     with pytest.raises(ConfigError, match=r"yourself: task\.options\.lr = 0\.5\.$"):
         edit(text, {"task.options.lr": 0.5})
+
+
+def test_a_text_is_written_as_toml_has_it():
+    """Mutant: JSON, which leaves DEL as it is; TOML forbids it."""
+    found = edit("", {"task.hooks": "a\x7fé.py:B"})
+    assert tomllib.loads(found) == {"task": {"hooks": "a\x7fé.py:B"}}
