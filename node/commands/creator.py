@@ -9,7 +9,7 @@ import difflib
 import json
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
 from statistics import median_high
@@ -126,10 +126,8 @@ def invite(
             there = link_to_those_there(link, host, directory.members()).bootstrap
     now = time.time()
     invitation = issue(identity, link.swarm, lives=lives, uses=uses, peer=peer, now=now)
-    # As many addresses as fit beside it.
-    invited = Link(link.swarm, there[:1], invitation).also(there[1:])
     return {
-        "link": str(invited),
+        "link": str(_inviting(link.swarm, there, invitation)),
         "swarm": link.swarm,
         "uses": uses,
         "peer": peer,
@@ -169,7 +167,12 @@ def admitted(link: Link, manifest: Manifest, peer: str) -> Link:
             "creator's node runs, or by a link that the creator makes for this (`shoal invite`)."
         ) from None
     invitation = issue(identity, link.swarm, lives=VISIT_S, peer=peer)
-    return Link(link.swarm, link.bootstrap[:1], invitation).also(link.bootstrap[1:])
+    return _inviting(link.swarm, link.bootstrap, invitation)
+
+
+def _inviting(swarm: str, addresses: Sequence[str], invitation: str) -> Link:
+    """Return a link with the invitation, and as many addresses as fit beside it."""
+    return Link(swarm, tuple(addresses[:1]), invitation).also(addresses[1:])
 
 
 # -- changes ---------------------------------------------------------------------------------------
@@ -296,7 +299,7 @@ def _changed(
 
 def _round_of(manifest: Manifest, members: Mapping[str, Member]) -> int:
     """Return the round that the swarm is in, by the median of its members."""
-    fragments = int(manifest.outer.overlap().get("fragments", 1))
+    fragments = manifest.outer.fragments_a_round
     return median_high(member.round // fragments for member in members.values())
 
 

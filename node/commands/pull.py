@@ -109,7 +109,14 @@ def pull(
         try:
             if average:
                 mean = _average(
-                    host, query, sources, members, aside, built, say, _fragments(manifest)
+                    host,
+                    query,
+                    sources,
+                    members,
+                    aside,
+                    built,
+                    say,
+                    manifest.outer.fragments_a_round,
                 )
                 header = mean.header
                 tensors = mean.tensors
@@ -278,11 +285,6 @@ def _average(
     return mean_of(sources, members, fetch, measure, say, fragments)
 
 
-def _fragments(manifest: Manifest) -> int:
-    """Return how many exchanges a round has."""
-    return int(manifest.outer.overlap().get("fragments", 1))
-
-
 def _about(
     link: Link,
     manifest: Manifest,
@@ -296,7 +298,7 @@ def _about(
     """
     outer = manifest.outer.resolved()
     train = {name: getattr(manifest.train, name) for name in ("optimizer", *INNER)}
-    fragments = _fragments(manifest)
+    fragments = manifest.outer.fragments_a_round
     losses = [member.loss for member in members.values() if member.loss is not None]
     steps = [member.step for member in members.values()] or [0]
     notes = []

@@ -83,8 +83,8 @@ class SavedRun:
     @property
     def round(self) -> int:
         """The swarm's round at which it was saved."""
-        fragments = int(self.manifest.outer.overlap().get("fragments", 1))
-        return int(self.trainer["optimizer"]["round"]) // fragments
+        round = int(self.trainer["optimizer"]["round"])
+        return round // self.manifest.outer.fragments_a_round
 
     @property
     def shard(self) -> Shard:

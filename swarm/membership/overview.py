@@ -60,7 +60,7 @@ def overview(
         "method": manifest.outer.method,
         # A fragment is exchanged every so many steps, and all of them in a round.
         "every": manifest.outer.resolved().every,
-        "fragments": int(manifest.outer.overlap().get("fragments", 1)),
+        "fragments": manifest.outer.fragments_a_round,
         "optimizer": manifest.train.optimizer,
         "changes": _changes(change, members),
         "peers": peers,

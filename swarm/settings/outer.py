@@ -300,6 +300,11 @@ class OuterSettings(BaseModel):
         fragments = 1 if pair and lag == 0 else min(usual, self._every)
         return {"fragments": self.fragments or fragments, "lag": lag}
 
+    @property
+    def fragments_a_round(self) -> int:
+        """Parts in which the model is exchanged in a round, one exchange each."""
+        return int(self.overlap().get("fragments", 1))
+
     def guarded(self) -> OuterSettings:
         """Return these settings with the defences of a public swarm, where the user chose no other:
         a robust rule, and with pairs the trial of a partner's weights. Rejection by distance is not
