@@ -106,9 +106,8 @@ def test_four_processes_end_with_the_bits_of_the_simulation(shoal):
     sent, received = (
         sum(result["link"][way] for result in results) for way in ("bytes_sent", "bytes_received")
     )
-    assert (
-        0 < sent == pytest.approx(received, rel=0.01)
-    )  # of calls that cross, one may hang up before it has read what came ahead
+    # Of two calls that cross, one ends before all that came ahead of its answer was read.
+    assert 0 < received <= sent < 2 * received
     reference = simulated(
         lambda: TextTask(data=str(shoal.text), **options),
         outer,

@@ -126,6 +126,20 @@ def test_single_word_moves_a_lone_node_a_little():
         assert at <= 60 + ALONE + 2 * len(met)
 
 
+def test_new_node_follows_the_only_other_in_its_first_round():
+    """The record that told it its round is seconds old; later, one word moves it a little."""
+    node = evidence({"friend": Record(12)})
+    node.begin(0.0, 12)
+    assert node.furthest("friend", 22, 0.5) == 22
+    assert node.furthest("friend", FAR, 0.5) == 12 + QUICKER
+    node.begin(1.0, 13)
+    assert node.furthest("friend", FAR, 1.5) == 12
+    for members in ({"friend": Record(12), "other": Record(12)}, {"other": Record(12)}):
+        node = evidence(members)
+        node.begin(0.0, 12)
+        assert node.furthest("friend", FAR, 0.5) <= 12
+
+
 def test_of_two_the_one_ahead_goes_back():
     """Of two that are all there are the one ahead goes back at once."""
     node = trained({"friend": Record(50)})
