@@ -183,9 +183,13 @@ class Member(Reduced):
 
     def __init__(self, number: int, ip: str, members: int, codec: str) -> None:
         super().__init__(number, ip)
+        self.members, self.named = members, codec
+
+    def prepare(self, mb: int) -> None:
         from shoal.optim.codecs.registry import codec_named
 
-        self.members, self.codec = members, codec_named(codec)
+        super().prepare(mb)
+        self.codec = codec_named(self.named)  # error feedback is kept for values of one shape
         self.options = {"codec": self.codec}
 
     def exchange(self) -> None:
