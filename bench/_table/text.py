@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import itertools
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from bench._quality_train import QualityText
 from shoal.node.data.source import Document
+from shoal.node.task import Shard
 from shoal.node.tasks.gpt import GPT
 
 ENDINGS = (".txt", ".rst", ".md", ".dict")
@@ -240,17 +242,43 @@ class TableText(QualityText):
     """
 
     def __init__(
-        self, corpus: Corpus, *, layers: int, width: int, heads: int, context: int, batch: int
+        self,
+        corpus: Corpus,
+        *,
+        layers: int,
+        width: int,
+        heads: int,
+        context: int,
+        batch: int,
+        unlike: bool = False,
     ) -> None:
         super().__init__(
             layers=layers, width=width, heads=heads, context=context, batch=batch, order="random"
         )
-        self.corpus = corpus
+        self.corpus, self.unlike = corpus, unlike
         self.__dict__["documents"] = [Document(name, b"") for name in corpus.names]
 
     def model(self) -> GPT:
         """A fresh one, with the corpus's vocabulary."""
         return GPT(*self.size, self.corpus.vocabulary)
+
+    def shard_documents(self, shard: Shard) -> list[Document]:
+        """Return the pieces of one peer: dealt in turn, or, for texts that are unlike, a part of
+        all in the order of their names, of as many tokens as each other part.
+        """
+        if not self.unlike:
+            return super().shard_documents(shard)
+        pieces = sorted(self._not_held_out(), key=lambda piece: piece.name)
+        lengths = [
+            span.stop - span.start for span in (self.corpus.spans[one.name] for one in pieces)
+        ]
+        before = [0, *itertools.accumulate(lengths)][:-1]
+        part = sum(lengths) / shard.of
+        return [
+            piece
+            for piece, start in zip(pieces, before, strict=True)
+            if int(start / part) == shard.index
+        ]
 
     def _windows(self, documents: list[Document], what: str) -> Tensor:
         tokens = torch.cat(

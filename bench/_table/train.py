@@ -25,7 +25,7 @@ from bench._table.links import marks
 from bench._table.methods import TORCHFT, lag, recipe
 from bench._table.text import TableText, read
 from shoal.node.task import Shard
-from shoal.optim import Alone, OuterOptimizer, Simulation, codec_named
+from shoal.optim import Alone, OuterOptimizer, Simulation, by_tokens, codec_named
 from shoal.optim.exchange.simulation import SimulatedExchange
 
 BETA1 = {"adamw": 0.8, "muon": 0.9}
@@ -50,6 +50,15 @@ class Size(NamedTuple):
     steps: int
     tune: int
     """Steps of the runs that choose settings."""
+    unlike: bool = False
+    """Each peer trains on a text of its own."""
+    speeds: tuple[int, ...] = (1,)
+    """Inner steps of the peers in the same time, in turn: rounds last equal times."""
+
+    def pace(self, index: int) -> float:
+        """The steps of one peer over the mean of all."""
+        speeds = self.speeds
+        return speeds[index % len(speeds)] * len(speeds) / sum(speeds)
 
 
 SIZES = {
@@ -65,6 +74,11 @@ SIZES = {
 400 million tokens. Of tiny's parameters 42 % are hidden matrices, which Muon trains, and of mini's
 74 %, as in models of useful size; "mini" is cut into larger batches, "mini-128" into twice as large
 ones."""
+
+UNLIKE, UNEVEN = "unlike", "uneven"
+for _name in ("micro", "mini", "1m"):  # bench/default.py
+    SIZES[f"{_name}-{UNLIKE}"] = SIZES[_name]._replace(unlike=True)
+    SIZES[f"{_name}-{UNEVEN}"] = SIZES[_name]._replace(speeds=(1, 1, 2, 4))
 
 
 @dataclass(frozen=True)
@@ -120,6 +134,7 @@ class Place(NamedTuple):
             heads=size.heads,
             context=size.context,
             batch=size.batch // share,
+            unlike=size.unlike,
         )
         task.__dict__["halves"] = shared.halves
         return task
@@ -203,33 +218,35 @@ def outer(spec: Spec, place: Place, steer: Steer | None = None) -> Trained:
     assert made.make is not None
     make = made.make
     names = [f"peer{index}" for index in range(spec.peers)]
-    arguments = {
-        **{name: value for name, value in spec.outer if name != "beta2"},
-        **made.arguments(spec.every),
-    }
-    if made.overlap:
-        arguments["lag"] = lag(spec.method, spec.every, spec.codec)
+    size = SIZES[spec.model]
+    fixed: dict[str, Any] = {name: value for name, value in spec.outer if name != "beta2"}
+    if len(size.speeds) > 1:
+        fixed["weight"] = by_tokens
+    usual_lag = lag(spec.method, spec.every, spec.codec)
     at, curve = set(marks(spec.steps, spec.every)), list[tuple[int, float]]()
 
     def peer(exchange: SimulatedExchange) -> tuple[nn.Module, int, int]:
-        task, model, first = (
-            place.task(spec, spec.peers),
-            place.model(spec),
-            exchange.peer == names[0],
-        )
+        task, model = place.task(spec, spec.peers), place.model(spec)
+        index = names.index(exchange.peer)
+        pace = size.pace(index)
+        every, steps = round(spec.every * pace), round(spec.steps * pace)
+        arguments = fixed | made.arguments(every)
+        if made.overlap:
+            arguments["lag"] = max(1, round(usual_lag * pace))
         meter = Meter(exchange if spec.peers > 1 else Alone())
         codec = codec_named(spec.codec)
         optimizer = make(
             inner_optimizer(task, model, spec),
             meter,
-            every=spec.every,
+            every=every,
             model=model,
             codec=codec,
             **arguments,
         )
-        scheduler = task.lr_scheduler(optimizer, spec.steps)
-        shard = task.batches(Shard(names.index(exchange.peer), spec.peers, spec.seed))
-        for step, data in enumerate(islice(shard, spec.steps), 1):
+        scheduler = task.lr_scheduler(optimizer, steps)
+        shard = task.batches(Shard(index, spec.peers, spec.seed))
+        first = index == 0
+        for step, data in enumerate(islice(shard, steps), 1):
             backward(task, model, place.batch(data))
             optimizer.count(data[0].numel())
             if steer is not None:
@@ -243,8 +260,8 @@ def outer(spec: Spec, place: Place, steer: Steer | None = None) -> Trained:
         finish(optimizer)
         return model, meter.bytes, meter.back_bytes
 
-    size = 2 if made.group == "pair" else spec.peers
-    simulation = Simulation[tuple[nn.Module, int, int]](names, seed=spec.seed, size=size)
+    members = 2 if made.group == "pair" else spec.peers
+    simulation = Simulation[tuple[nn.Module, int, int]](names, seed=spec.seed, size=members)
     found = list(simulation.run(peer).values())
     models = [model for model, _, _ in found]
     if spec.peers == 1:
