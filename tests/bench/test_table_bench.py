@@ -6,10 +6,12 @@ import json
 import math
 import re
 import sys
+from collections import Counter
 from itertools import pairwise
 
 import pytest
 
+from bench import default
 from bench import table as bench
 from bench._table import aims, figure, links, methods, results, text, torchft, train
 from shoal.swarm.exchange.cost import payload_sent
@@ -365,7 +367,12 @@ def test_tokens_are_kept_under_the_hash_of_text_and_vocabulary(small, cache, mon
     assert text.corpus(small, 300, cache).tokens.equal(first.tokens)
 
 
-def test_held_out_halves_and_shards_share_no_piece(small, cache):
+def shards_of(task, count):
+    return [task.shard_documents(train.Shard(index, count, 0)) for index in range(count)]
+
+
+@pytest.mark.parametrize("unlike", [False, True])
+def test_held_out_halves_and_shards_share_no_piece(small, cache, unlike):
     size = train.SIZES["micro"]
     task = text.TableText(
         text.corpus(small, 300, cache),
@@ -374,14 +381,66 @@ def test_held_out_halves_and_shards_share_no_piece(small, cache):
         heads=1,
         context=size.context,
         batch=size.batch,
+        unlike=unlike,
     )
-    shards = [
-        {d.name for d in task.shard_documents(train.Shard(index, 4, 0))} for index in range(4)
-    ]
+    shards = [{d.name for d in documents} for documents in shards_of(task, 4)]
     held = {d.name for d in task.held_out()}
     assert sum(map(len, shards)) + len(held) == len(task.documents)
     assert not held & set.union(*shards)
     assert len(set.union(*shards)) == sum(map(len, shards))
+
+
+def test_unlike_peers_have_equal_parts_in_the_order_of_names(small, cache):
+    corpus = text.corpus(small, 300, cache)
+    task = text.TableText(corpus, layers=1, width=8, heads=1, context=16, batch=4, unlike=True)
+    shards = [[d.name for d in documents] for documents in shards_of(task, 2)]
+    assert max(shards[0]) < min(shards[1])
+    spans = [[corpus.spans[name] for name in names] for names in shards]
+    first, second = (sum(span.stop - span.start for span in part) for part in spans)
+    assert first == pytest.approx(second, rel=0.15)
+
+
+def test_uneven_peers_make_their_steps_in_equal_rounds(small, cache, monkeypatch):
+    """Nobody waits, and all together make as many steps as alike peers."""
+    uneven = train.Size(2, 8, 1, 16, 300, 4, 8, 8, speeds=(1, 3))
+    monkeypatch.setitem(train.SIZES, "mite-uneven", uneven)
+    steps, exchanges = [], []
+    backward, contribute = train.backward, train.Meter.start
+
+    def counted(task, model, batch, *part):
+        steps.append(id(model))
+        return backward(task, model, batch, *part)
+
+    def exchanged(meter, contribution):
+        exchanges.append((id(meter), contribution.weight))
+        return contribute(meter, contribution)
+
+    monkeypatch.setattr(train, "backward", counted)
+    monkeypatch.setattr(train.Meter, "start", exchanged)
+    corpus = text.corpus(small, 300, cache)
+    place = corpus.digest, "mite-uneven", "diloco", "muon", "float32", 2, 4, 8, 0.01
+    train.run(train.Spec(*place, (("lr", 1.0), ("momentum", 0.3)), 0), train.Place(cache))
+    assert sorted(Counter(steps).values()) == [4, 12]
+    assert list(Counter(meter for meter, _ in exchanges).values()) == [2, 2]
+    light, heavy = sorted({weight for _, weight in exchanges})
+    assert heavy == 3 * light
+
+
+def test_all_reduce_comes_before_rows_over_it():
+    runs = list(default.specs("text", "mini", [4, 8], default.DATA, 3200, 1))
+    assert [run.model for run in runs if run.method == "ddp"] == [
+        "mini",
+        "mini-unlike",
+        "mini-uneven",
+    ]
+    assert len(set(runs)) == len(runs) == 3 * (1 + 2 * len(default.ROWS))
+    seen = set()
+    for run in runs:
+        if run.method == "ddp":
+            seen.add(run.model)
+        assert run.model in seen
+        paces = [train.SIZES[run.model].pace(peer) for peer in range(4)]
+        assert run.method == "ddp" or all((run.every * pace).is_integer() for pace in paces)
 
 
 def test_no_text_is_one_sentence_that_names_packages(tmp_path, monkeypatch, capsys):
