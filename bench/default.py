@@ -37,7 +37,7 @@ sys.path.insert(
 from bench._table.methods import BACK, ONE_BIT
 from bench._table.results import HEADS, cells, rows
 from bench._table.text import TextError, corpus
-from bench._table.train import SIZES, UNEVEN, UNLIKE, Place, Spec, run
+from bench._table.train import ADAMW, SIZES, UNEVEN, UNLIKE, Place, Spec, run
 from bench.quality import Runner, TimeUp, number, numbers
 
 RESULTS = Path(__file__).resolve().parent / "results" / "default.jsonl"
@@ -65,7 +65,8 @@ ROWS = (
 )
 
 
-def spec(row: Row, text: str, model: str, peers: int, steps: int, seed: int) -> Spec:
+def spec(row: Row, text: str, model: str, peers: int, steps: int, seed: int, adamw: float) -> Spec:
+    setting = row.outer if adamw == 1 else (*row.outer, (ADAMW, adamw))
     return Spec(
         text,
         model,
@@ -76,24 +77,30 @@ def spec(row: Row, text: str, model: str, peers: int, steps: int, seed: int) -> 
         row.every,
         steps,
         row.lr,
-        row.outer,
+        setting,
         seed,
     )
 
 
 def specs(
-    text: str, size: str, peers: Sequence[int], data: Sequence[str], steps: int, seeds: int
+    text: str,
+    size: str,
+    peers: Sequence[int],
+    data: Sequence[str],
+    steps: int,
+    seeds: int,
+    adamw: float = 1.0,
 ) -> Iterator[Spec]:
     """All runs, those first on which the others' distances depend."""
     for seed in range(seeds):
         for kind in data:
             model = size if kind == "alike" else f"{size}-{kind}"
-            yield spec(ALL_REDUCE, text, model, BASE_PEERS, steps, seed)
+            yield spec(ALL_REDUCE, text, model, BASE_PEERS, steps, seed, adamw)
             for count in peers:
                 for row in ROWS:
                     if kind == UNEVEN:  # the slow ones make half as many steps
                         row = row._replace(every=row.every // 2 * 2)
-                    yield spec(row, text, model, count, steps, seed)
+                    yield spec(row, text, model, count, steps, seed, adamw)
 
 
 def main() -> int:
@@ -106,6 +113,9 @@ def main() -> int:
     parser.add_argument("--peers", type=numbers, default=list(PEERS), help="separated by commas")
     parser.add_argument("--data", choices=DATA, action="append", help="default: all")
     parser.add_argument("--seeds", type=number, default=1)
+    parser.add_argument(
+        "--adamw", type=float, default=1.0, help="AdamW's rate over Muon's; default: 1"
+    )
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no run after")
     parser.add_argument("--resume", type=Path, default=RESULTS, metavar="FILE", help="results")
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
@@ -126,6 +136,7 @@ def main() -> int:
             options.data or DATA,
             options.steps or size.steps,
             options.seeds,
+            options.adamw,
         )
     )
     complete = False

@@ -33,6 +33,10 @@ BETA1 = {"adamw": 0.8, "muon": 0.9}
 
 Alone, data parallel training (mini, 800 steps, rate 0.012) ends at 2.836 with 0.8, 2.873 with
 0.9 and 2.968 with 0.95."""
+ADAMW = "adamw"
+"""Beside Muon, AdamW's rate over Muon's."""
+INNER_SETTINGS = ("beta2", ADAMW)
+"""Settings of a row that are the inner optimizer's."""
 ON_THE_WAY = 128  # windows of the reported half for the points of the curve
 WINDOWS_AT_ONCE = 128
 
@@ -150,15 +154,16 @@ class Place(NamedTuple):
 
 def inner_optimizer(task: TableText, model: nn.Module, spec: Spec) -> torch.optim.Optimizer:
     """AdamW, or shoal's Muon, with AdamW at its rate for all that is no hidden matrix."""
+    setting = dict(spec.outer)
     if spec.inner == "muon":
-        made = shoal.muon(model, lr=spec.lr)
+        made = shoal.muon(model, lr=spec.lr, adamw_lr=setting.get(ADAMW, 1.0) * spec.lr)
         adamw, beta2 = made.param_groups[1:], 0.95
     else:
         made = task.inner_optimizer(model.parameters())
         adamw, beta2 = made.param_groups, 0.99
         adamw[0]["lr"] = spec.lr
     for group in adamw:
-        group["betas"] = (BETA1[spec.inner], dict(spec.outer).get("beta2", beta2))
+        group["betas"] = (BETA1[spec.inner], setting.get("beta2", beta2))
     return made
 
 
@@ -219,7 +224,9 @@ def outer(spec: Spec, place: Place, steer: Steer | None = None) -> Trained:
     make = made.make
     names = [f"peer{index}" for index in range(spec.peers)]
     size = SIZES[spec.model]
-    fixed: dict[str, Any] = {name: value for name, value in spec.outer if name != "beta2"}
+    fixed: dict[str, Any] = {
+        name: value for name, value in spec.outer if name not in INNER_SETTINGS
+    }
     if len(size.speeds) > 1:
         fixed["weight"] = by_tokens
     usual_lag = lag(spec.method, spec.every, spec.codec)
