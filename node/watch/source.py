@@ -163,6 +163,8 @@ WANTED = 4  # connections to keep
 DIAL_S = 5.0  # seconds for one attempt to connect
 ASK_S = 5.0  # seconds for one question and its answer
 LOOK_S = 0.25  # seconds between two looks at the connections
+# seconds before one of the connected peers is asked again, doubled with each time, up to CHANGE_S
+ASK_AGAIN_S = 2.0
 CHANGE_S = 10.0  # seconds between two questions for changes of the settings
 # seconds before a stream of gossip that ended is opened again, doubled with each failure
 LISTEN_AGAIN_S = 1.0
@@ -209,7 +211,7 @@ class LightClient:
             try:
                 async with asyncio.TaskGroup() as self._tasks:  # the first that fails ends all
                     self._tasks.create_task(self._keep_connected(daemon))
-                    self._tasks.create_task(self._look_for_changes(daemon))
+                    self._tasks.create_task(self._keep_asking(daemon))
             except* (TimeoutError, *DAEMON_GONE, NetworkError) as errors:
                 log.warning("the network daemon stopped (%r); restarting it", errors.exceptions[0])
             finally:
@@ -323,7 +325,7 @@ class LightClient:
             *DAEMON_GONE,
             NetworkError,
             MessageError,
-        ) as error:  # it costs a title and no more
+        ) as error:  # `_keep_asking` asks again
             log.debug("asking %s failed: %r", peer, error)
 
     async def _open(self, daemon: Daemon, peer: str, protocol: str) -> Stream:
@@ -347,13 +349,20 @@ class LightClient:
             self._send(Described(time=time.time(), **title._asdict()))
         return True
 
-    async def _look_for_changes(self, daemon: Daemon) -> None:
-        """Ask one of the connected members now and then: all of them hold the newest change."""
+    async def _keep_asking(self, daemon: Daemon) -> None:
+        """Ask one of the connected peers now and then: for the manifest until one has answered,
+        then for changes, of which all members hold the newest.
+        """
+        pause = min(ASK_AGAIN_S, CHANGE_S)
         while True:
-            await asyncio.sleep(CHANGE_S)
-            if not self._connected or not self._creator:
+            await asyncio.sleep(pause)
+            if not self._connected:
                 continue
+            pause = min(2 * pause, CHANGE_S)
             peer = random.choice(sorted(self._connected))
+            if self._creator is None:
+                await self._get_to_know(daemon, peer)
+                continue
             try:
                 await self._ask_for_change(daemon, peer, self._creator)
             except (TimeoutError, *DAEMON_GONE, NetworkError, MessageError) as error:

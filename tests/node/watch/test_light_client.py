@@ -25,13 +25,19 @@ from shoal.swarm.errors import StartupError
 from shoal.swarm.gossip.envelope import make_body, make_envelope
 from shoal.swarm.gossip.frames import topic_of
 from shoal.swarm.gossip.neighbours import Neighbours
-from shoal.swarm.manifest import Manifest, swarm_id
+from shoal.swarm.manifest import MANIFEST_PROTOCOL, Manifest, swarm_id
 from shoal.swarm.membership.manifest_exchange import serve_manifest
 from shoal.swarm.p2p import daemon, daemon_process
 from shoal.swarm.p2p.host import Host
 from shoal.swarm.topics.status import Status
 from shoal.swarm.wire.envelope import pack, seal, unpack
-from shoal.swarm.wire.messages import SEED_PROTOCOL, SeedReply, SeedRequest
+from shoal.swarm.wire.messages import (
+    SEED_PROTOCOL,
+    ManifestReply,
+    ManifestRequest,
+    SeedReply,
+    SeedRequest,
+)
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -44,10 +50,10 @@ class Node:
         manifest = Manifest(
             name="fish", created=0.0, creator=author.peer, task="text", model="0" * 64
         )
-        sealed = seal(manifest, author.identity)
-        self.swarm = swarm_id(sealed)
+        self.sealed = seal(manifest, author.identity)
+        self.swarm = swarm_id(self.sealed)
         self.host = Host.start(author.identity, timeout=60)
-        serve_manifest(self.host, self.swarm, sealed)
+        serve_manifest(self.host, self.swarm, self.sealed)
         self.change = b""
         self.host.serve(CHANGE_PROTOCOL, self._answer)
         self.neighbours = Neighbours(
@@ -171,6 +177,25 @@ def test_creators_signed_change_is_seen(node, authors, monkeypatch):
         assert next_of("changed").parts == (ChangePart(round=1, lr=0.5),)
         node.change = change(authors[0], 2)
         assert next_of("changed").parts == (ChangePart(round=2, lr=0.5),)
+
+
+def test_member_whose_first_answer_fails_is_asked_again(node, monkeypatch):
+    """Fault: a member that was busy, or about to leave, was asked once, so the swarm had no name
+    and no changes for as long as the command ran.
+    """
+    monkeypatch.setattr(light_client, "ASK_AGAIN_S", 0.1, raising=False)
+    asked = []
+
+    async def answer(stream):
+        await stream.receive(ManifestRequest.LIMIT, 5)
+        asked.append(stream.peer_id)
+        if len(asked) == 2:
+            await stream.send(pack(ManifestReply(manifest=node.sealed, swarm=node.swarm)), 5)
+
+    node.host.serve(MANIFEST_PROTOCOL, answer)
+    with watching(node.link) as next_of:
+        assert next_of("described", 15.0).name == "fish"
+    assert len(asked) == 2
 
 
 @pytest.mark.ci
