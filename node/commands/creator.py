@@ -23,7 +23,7 @@ from shoal.node.config.node_settings import default_identity_path
 from shoal.node.config.settings import ConfigError, known_keys
 from shoal.node.config.train_settings import OwnTraining
 from shoal.node.console import plural
-from shoal.swarm.access.invitation import issue
+from shoal.swarm.access.invitation import invited, issue
 from shoal.swarm.access.link import Link
 from shoal.swarm.changes import ChangePart, described, extended, refusal
 from shoal.swarm.errors import AdmissionError, IdentityError, NetworkError
@@ -155,16 +155,25 @@ def admitted(link: Link, manifest: Manifest, peer: str) -> Link:
     """Return a link by which ``peer``, a command that looks into the swarm of ``link``, may fetch
     weights: where an invitation is needed, the creator's key makes it if it is on this machine.
 
-    AdmissionError: one is needed, the link has none, and that key is not here.
+    AdmissionError: one is needed, the link has none or another peer's, and that key is not here.
     """
-    if not manifest.invite_only or link.invite:
+    if not manifest.invite_only:
+        return link
+    invited_peer = invited(link.invite)
+    if link.invite and invited_peer in (None, peer):
         return link
     try:
         identity = creator_key(manifest, None, "invite")
     except AdmissionError:
+        why = f"The swarm {manifest.name!r} gives its weights by invitation only"
+        if invited_peer is not None:
+            why = (
+                f"The invitation in the link is for peer {invited_peer} alone, and this command "
+                f"counts as a peer of its own in the swarm {manifest.name!r}"
+            )
         raise AdmissionError(
-            f"The swarm {manifest.name!r} gives its weights by invitation only: pull where its "
-            "creator's node runs, or by a link that the creator makes for this (`shoal invite`)."
+            f"{why}: pull where its creator's node runs, or by a link that the creator makes for "
+            "this (`shoal invite`)."
         ) from None
     invitation = issue(identity, link.swarm, lives=VISIT_S, peer=peer)
     return _inviting(link.swarm, link.bootstrap, invitation)

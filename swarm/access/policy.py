@@ -201,13 +201,13 @@ class AccessPolicy:
                 return False
             return not self._users.ahead_of(peer, now)
 
-    def check_own(self) -> None:
-        """Raise AdmissionError, one sentence, if this node itself is not admitted by what is known
-        now.
+    def check_own(self, who: str = "This node") -> None:
+        """Raise AdmissionError, one sentence about ``who``, if this node itself is not admitted by
+        what is known now.
         """
         problem = self._judge(self.me, self.ticket)
         if problem:
-            raise AdmissionError(f"This node may not come in: {problem}")
+            raise AdmissionError(f"{who} may not come in: {problem}")
 
     def expiry_event(self) -> str:
         """Return one sentence, once each, when this node's invitation expires within an hour, and

@@ -99,7 +99,8 @@ def visited(
 
     In a swarm of buckets those of eight buckets are returned, and the number is estimated from
     them. In an invitation-only swarm an invitation in the link also lets the host fetch from peers
-    that do not know it: ``admitted(link, manifest, the visitor's id)`` returns a link that has one.
+    that do not know it: ``admitted(link, manifest, the visitor's id)`` returns a link that has one,
+    which is checked, also for who uses it already.
 
     Raises StartupError, NetworkError, MessageError or AdmissionError.
     """
@@ -108,6 +109,8 @@ def visited(
             link = admitted(link, manifest, identity.peer_id)
         directory = open_directory(identity, host, link, manifest)
         try:
+            if admitted is not None:
+                directory.access_policy.check_own("This command counts as a peer of its own, and")
             yield host, manifest, directory.members(), directory.size()
         finally:
             directory.close()

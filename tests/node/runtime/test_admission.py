@@ -261,6 +261,35 @@ def test_pull_where_the_creator_is_needs_no_invitation(club, tmp_path, monkeypat
     assert answer.verdict == "wait"
 
 
+def test_pull_by_ones_own_used_invitation_says_what_to_do(club, tmp_path, monkeypatch):
+    """Fault: the members refused one by one, and the sentence was to try again, which cannot help.
+
+    Mutants: only the invitation itself is judged, not who uses it; only members are judged so.
+    """
+    link = club.invited()
+    anna = club.join(link, "anna")
+    anna.directory.announce(**ABOUT)
+    until(lambda: anna.directory._publisher.prefix is not None)
+    with pytest.raises(AdmissionError) as refused, visited(link, creators.admitted):
+        pass
+    assert str(refused.value) == (
+        "This command counts as a peer of its own, and may not come in: its invitation, for 1, is "
+        f"used by peer {anna.host.peer_id} already: ask the creator of the swarm for a new link "
+        "(`shoal invite`)."
+    )
+    monkeypatch.setattr(creators, "default_identity_path", lambda: tmp_path / "own.key")
+    monkeypatch.setattr(creators, "RUNS", tmp_path / "runs")
+    bert = Identity.ephemeral().peer_id
+    manifest = club.first.manifest
+    with pytest.raises(AdmissionError) as refused:
+        creators.admitted(club.invited(peer=bert), manifest, anna.host.peer_id)
+    assert str(refused.value) == (
+        f"The invitation in the link is for peer {bert} alone, and this command counts as a peer "
+        f"of its own in the swarm {manifest.name!r}: pull where its creator's node runs, or by a "
+        "link that the creator makes for this (`shoal invite`)."
+    )
+
+
 def test_used_single_invitation_names_its_user(club):
     """The second who comes by a link for one is told who uses it."""
     link = club.invited()
