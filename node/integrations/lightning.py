@@ -4,9 +4,9 @@
         Trainer(max_steps=1000, callbacks=[SwarmCallback(s)]).fit(module, loader)
 
 The module keeps its optimizer and its steps, automatic or not; after each of them the callback
-takes the outer one. A node that joins late begins a schedule that goes by steps where the swarm is.
-For one process and one optimizer: Lightning's distributed strategies average, or cut, the model in
-their own way.
+takes the outer one. A node that joins late begins a schedule that goes by steps where the swarm is,
+and the trainer stops where the swarm's steps are done. For one process and one optimizer:
+Lightning's distributed strategies average, or cut, the model in their own way.
 """
 
 from __future__ import annotations
@@ -95,6 +95,7 @@ class SwarmCallback(TakingPart, Callback):  # type: ignore[misc]
             opt.count(self._tokens)
             self._tokens = 0
             opt.step()
+            trainer.should_stop |= self.session.over
         self._stopped(trainer, trainer.is_last_batch)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

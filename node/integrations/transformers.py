@@ -5,9 +5,10 @@
 
 The trainer keeps its optimizer, scheduler and gradient accumulation; after each of its steps the
 callback takes the outer one. A node that joins late begins its learning-rate schedule where the
-swarm is. With LoRA (peft) only the adapters are exchanged, for only they
-require a gradient; all peers must have the same base model. Not for models that the trainer cuts
-into shards (FSDP, DeepSpeed), nor for several processes in one trainer.
+swarm is, and the trainer stops where the swarm's steps are done. With LoRA (peft) only the adapters
+are exchanged, for only they require a gradient; all peers must have the same base model. Not for
+models that the trainer cuts into shards (FSDP, DeepSpeed), nor for several processes in one
+trainer.
 """
 
 from __future__ import annotations
@@ -88,6 +89,7 @@ class SwarmCallback(TakingPart, TrainerCallback):  # type: ignore[misc]
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self._hold_ended()
+        control.should_training_stop |= self.session.over
         self._stopped(state, control)
         self._asked(control.should_evaluate, kwargs.get("model"))
 

@@ -140,7 +140,7 @@ class Session:
         """
         self.on_change: Callable[[TrainSettings], None] | None = None
         """Called between two steps, in every rank of this peer, when ``train`` has changed: the
-        loop owns its rate and its end.
+        loop owns its rate, and asks ``over`` for its end.
         """
         self.shard = shard
         """The part of the data to train on, so that peers learn from different ones; it is not
@@ -164,6 +164,16 @@ class Session:
     def seed(self) -> int:
         """The swarm's random seed, by which the data is assigned to shards."""
         return self.shard.seed
+
+    @property
+    def over(self) -> bool:
+        """True once this node has done the swarm's number of steps, as its creator set or changed
+        it (`shoal end`), or has closed the session: train no further.
+
+        In a swarm without such a number only the session's end makes it true.
+        """
+        done = 0 if self._opt is None else self._opt.steps
+        return self._closed or 0 < self.train.steps <= done
 
     @property
     def ended(self) -> EndReport | None:
@@ -412,11 +422,18 @@ class Session:
         before, self.train = self.train, now
         if self.on_change is not None:
             self.on_change(now)
-        else:
+            return
+        news = changed(before, now)
+        if "steps" in news:
+            log.warning(
+                "the swarm's creator has changed %s: this loop ends there if it asks session.over",
+                described({"steps": news.pop("steps")}),
+            )
+        if news:
             log.warning(
                 "the swarm's creator has changed %s: this loop has no session.on_change, so it "
                 "goes on as before",
-                described(changed(before, now)),
+                described(news),
             )
 
     def _together(self, duties: Callable[[], None]) -> None:
@@ -472,6 +489,7 @@ class Session:
                 opt.round // opt.fragments,
             )
         self._follow_changes()
+        self._end.follow(self.train.steps, opt.steps)
         if self._loop.is_due(opt):
             self._announce("training")
             for notice in self._member.news():

@@ -12,7 +12,15 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 import shoal
 from shoal.optim import Alone, NoLoCo
 from shoal.swarm.errors import ShoalError
-from tests.node.integrations.two_peers import EVERY, HERE, STEPS, flat, joined_late, pair
+from tests.node.integrations.two_peers import (
+    EVERY,
+    HERE,
+    STEPS,
+    ended,
+    flat,
+    joined_late,
+    pair,
+)
 from tests.support.outer_training import GoesBack
 
 pytestmark = [
@@ -178,6 +186,20 @@ def test_a_fit_is_a_loop_with_the_outer_optimizer(lightning_models, tmp_path):
             opt.zero_grad()
     for mine, theirs in zip(module.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-6)
+
+
+def test_a_fit_stops_where_the_creator_ends_the_run(lightning_models, tmp_path):
+    """Fault: after `shoal end` it trained on to its own last step, with nobody."""
+    module = lightning_models.Regression()
+
+    def train(session):
+        fitted = lightning_models.trainer(
+            tmp_path, swarm_callback(session), max_steps=STEPS, enable_checkpointing=False
+        )
+        fitted.fit(module, torch.utils.data.DataLoader(list(BATCHES), batch_size=None))
+        return fitted.global_step
+
+    assert ended(module, train, EVERY + 1) == EVERY + 1
 
 
 def test_a_fit_overlaps_and_leaves_nothing_in_flight(lightning_models, tmp_path):

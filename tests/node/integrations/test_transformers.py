@@ -16,7 +16,7 @@ from shoal.node.checkpoint.store import save
 from shoal.optim import NoLoCo, Simulation
 from shoal.swarm.errors import ShoalError
 from tests.node.integrations import two_peers
-from tests.node.integrations.two_peers import EVERY, HERE, STEPS, flat, joined_late
+from tests.node.integrations.two_peers import EVERY, HERE, STEPS, ended, flat, joined_late
 from tests.support.outer_training import GoesBack
 from tests.support.session_loops import together
 
@@ -162,6 +162,18 @@ def test_the_outer_step_comes_after_the_trainers_own(tmp_path):
     assert callback.opt.round == STEPS // EVERY
     for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-6)
+
+
+def test_a_trainer_stops_where_the_creator_ends_the_run(tmp_path):
+    """Fault: after `shoal end` it trained on to its own last step, with nobody."""
+    model = tiny(0, lora=False)
+
+    def train(session):
+        made = trainer(model, rows(1), tmp_path, callbacks=[swarm_callback(session)])
+        made.train()
+        return made.state.global_step
+
+    assert ended(model, train, EVERY + 1) == EVERY + 1
 
 
 def pair(train, **outer):

@@ -3,6 +3,9 @@
 import torch
 
 import shoal
+from shoal.swarm.changes import Change, ChangePart
+from shoal.swarm.identity import Identity
+from shoal.swarm.wire.envelope import seal
 from tests.support.session_loops import beside, together
 
 HERE = shoal.NetworkOptions(listen=("/ip4/127.0.0.1/tcp/0",), relay="off")
@@ -34,6 +37,17 @@ def pair(train, models, **outer):
         lambda: peer("a", models[0], lambda: first),
         lambda: peer("b", models[1], lambda: shoal.join(link, state=models[1], network=HERE)),
     )
+
+
+def ended(model, train, steps):
+    """Return what ``train(session)`` does in a swarm whose creator has ended it after ``steps``."""
+    key = Identity.ephemeral()
+    with shoal.create(state=model, every=EVERY, lag=0, network=HERE, identity=key) as session:
+        parts = (ChangePart(round=0, steps=steps),)
+        swarm = session.membership.swarm
+        change = Change(swarm=swarm, creator=key.peer_id, number=1, parts=parts)
+        session.membership.changes.take(seal(change, key))
+        return train(session)
 
 
 def joined_late(begun, late, train, steps):

@@ -313,8 +313,8 @@ def followed():
 
 
 def changed(kind, count):
-    """Make a swarm, change its rate for round 1, train so many steps; return what this rank's loop
-    is told.
+    """Make a swarm, change its rate and steps for round 1, train so many steps; return what this
+    rank's loop is told, and whether it was over before the last step and after it.
     """
     key, told = Identity.ephemeral(), []
     begin(kind, 0, every=EVERY, method="diloco", wait_s=0.5, identity=key)
@@ -322,9 +322,11 @@ def changed(kind, count):
     session.on_change = lambda train: told.append([HELD["opt"].round, train.lr])
     optimize()
     if ranks.first:
-        parts = (ChangePart(round=1, lr=0.25),)
+        parts = (ChangePart(round=1, lr=0.25, steps=count),)
         swarm = session.membership.swarm
         made = Change(swarm=swarm, creator=key.peer_id, number=1, parts=parts)
         session.membership.changes.take(seal(made, key))
-    train(1, count)
-    return [told, session.train.lr]
+    train(1, count - 1)
+    early = session.over
+    train(2, 1)
+    return [told, session.train.lr, early, session.over]

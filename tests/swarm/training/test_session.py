@@ -454,16 +454,18 @@ def test_ended_session_reports_nothing_more():
     assert len(rounds) == 3
 
 
-def test_creators_change_reaches_every_loop():
-    """Mutants: only who was handed the change tells its loop; a loop is told before the round; a
-    change is told twice.
+def test_creators_change_reaches_every_loop(caplog):
+    """Rate and end. Mutants: only who was handed the change tells its loop; a loop is told before
+    the round; a change is told twice; the last average is not told the new end.
     """
+    caplog.set_level("INFO", "shoal.swarm.training.loop_end")
     key, begin, told = Identity.ephemeral(), model(0), {"anna": [], "bert": []}
+    end = 3 * EVERY
     first = shoal.create(
         state=begin, every=EVERY, lag=0, start_when=2, network=HERE, node="anna", identity=key
     )
     link = first.link
-    parts = (ChangePart(round=2, lr=0.01, steps=40),)
+    parts = (ChangePart(round=2, lr=0.01, steps=end),)
     change = Change(swarm=first.membership.swarm, creator=key.peer_id, number=1, parts=parts)
 
     def run(session, module, name, seed):
@@ -474,29 +476,39 @@ def test_creators_change_reaches_every_loop():
                 s.membership.changes.take(seal(change, key))
             loop(opt, module, seed, steps=EVERY)
             until(lambda: s.membership.changes.number == 1)
-            loop(opt, module, seed + 1, steps=EVERY)
+            while not s.over and opt.steps < 2 * end:
+                loop(opt, module, seed + 1, steps=1)
             assert s.status()["changes"][0]["lr"] == 0.01
-            return s.train
+        return s.train.lr, opt.steps, s.ended.members, parameters_of(module)
 
     def bert():
         other = model(7)
         return run(shoal.join(link, state=other, network=HERE, node="bert"), other, "bert", 2)
 
-    ends = together(lambda: run(first, begin, "anna", 1), bert)
-    assert told == {"anna": [(2, 0.01, 40)], "bert": [(2, 0.01, 40)]}
-    assert [(train.lr, train.steps) for train in ends] == [(0.01, 40)] * 2
+    (*mine, weights), (*theirs, their_weights) = together(
+        lambda: run(first, begin, "anna", 1), bert
+    )
+    assert told == {"anna": [(2, 0.01, end)], "bert": [(2, 0.01, end)]}
+    assert mine == theirs == [0.01, end, ("anna", "bert")]
+    assert all(torch.equal(a, b) for a, b in zip(weights, their_weights, strict=True))
+    said = [line for line in caplog.messages if "session.over" in line]
+    assert said == [f"the {end} steps of the swarm are done: session.over is true"] * 2
 
 
 def test_a_loop_that_takes_no_changes_is_told_so(caplog):
     key, begin = Identity.ephemeral(), model(0)
     with shoal.create(state=begin, every=EVERY, network=HERE, identity=key) as session:
         opt = session.optimizer(sgd(begin))
-        parts = (ChangePart(round=0, lr=0.01),)
+        parts = (ChangePart(round=0, lr=0.01, steps=40),)
         change = Change(swarm=session.membership.swarm, creator=key.peer_id, number=1, parts=parts)
         session.membership.changes.take(seal(change, key))
         loop(opt, begin, 1, steps=2)
+        assert not session.over
+    assert session.over, "a closed session has no partners"
     said = [line for line in caplog.messages if "has changed" in line]
     assert said == [
+        "the swarm's creator has changed train.steps=40: this loop ends there if it asks "
+        "session.over",
         "the swarm's creator has changed train.lr=0.01: this loop has no session.on_change, so it "
-        "goes on as before"
+        "goes on as before",
     ]

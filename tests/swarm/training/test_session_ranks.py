@@ -119,9 +119,11 @@ def test_ranks_have_the_creators_fragments(peers, tmp_path):
 
 @pytest.mark.ci
 def test_every_rank_is_informed_of_a_change(peers):
-    """Mutant: rank 0 alone changes its rate, and the ranks of one peer train with two."""
+    """Mutants: rank 0 alone changes its rate, and the ranks of one peer train with two; rank 0
+    alone is over, and the others wait for its next step.
+    """
     found = peers[0].call(JOBS, "changed", kind="ddp", count=2 * EVERY)
-    assert found == [[[[1, 0.25]], 0.25]] * 2
+    assert found == [[[[1, 0.25]], 0.25, False, True]] * 2
 
 
 @pytest.mark.ci
