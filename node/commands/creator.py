@@ -258,11 +258,15 @@ def end(link: Link, path: Path | None, at: int | None = None) -> dict[str, Any]:
 def _steps_to_end(
     manifest: Manifest, members: Mapping[str, Member], round: int
 ) -> Mapping[str, Any]:
-    """Return the steps at which members end that take them in ``round``."""
+    """Return the steps at which members end that take them in ``round``: all in that round, also
+    who came late, and so has done fewer steps than its round says.
+    """
     every = manifest.outer.resolved().every
-    if manifest.outer.round == "steps" and every:
-        return {"steps": round * every}
-    return {"steps": max(min(member.step for member in members.values()), 1)}
+    if manifest.outer.round != "steps" or not every:
+        return {"steps": max(min(member.step for member in members.values()), 1)}
+    fragments = manifest.outer.fragments_a_round
+    behind = min(member.step - member.round // fragments * every for member in members.values())
+    return {"steps": max(round * every + min(behind, 0), 1)}
 
 
 def _changed(

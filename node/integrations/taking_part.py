@@ -134,4 +134,6 @@ class TakingPart:
         if not self._over:
             self._show_fast()
             self._over = True
+            if self.session.over:
+                log.info("the swarm's %d steps are done: training ends", self.session.train.steps)
             self.session.finish()

@@ -177,6 +177,8 @@ class LastAverage(Exchange):
         """
         self._is_past_end = False
         """True if a change of the swarm's steps ended this node: they were fewer than its own."""
+        self._last_step = 0
+        """The step at which this node ended, once it has."""
         self._until: float | None = None
         self._due: dict[str, float] = {}
         """Peer -> monotonic time until which it is waited for."""
@@ -226,6 +228,7 @@ class LastAverage(Exchange):
         """Note that this node's last step, number ``step``, is done, and say for whom it waits."""
         if self.ended:
             return
+        self._last_step = step
         self._is_past_end = self._end is not None and step > self._end
         if not self._is_past_end:
             self._end = step
@@ -304,9 +307,11 @@ class LastAverage(Exchange):
         Records come a second late, so one without a speed may be there already.
         """
         left = 0 if self._end is None else self._end - member.step
-        # It goes on beyond this node's end, or the change that ended this node ends it too.
         if left < 0:
-            return GRACE_S if self._is_past_end else 0.0
+            if not self._is_past_end:
+                return 0.0  # it goes on beyond this node's end
+            # What ended this node ends it too, where this node has ended at the latest.
+            left = max(self._last_step - member.step, 0)
         needs = left / member.steps_per_s if member.steps_per_s > 0 else 0.0
         return 0.0 if needs > LONGEST_WAIT_S else STEP_TIME_FACTOR * needs + GRACE_S
 

@@ -33,21 +33,13 @@ class LoopEnd:
         self.begun = False
         self.report: EndReport | None = None
         """What the last average came to, once it is made."""
-        self._reached_end = False
-        """True if the swarm's steps were done when the loop was last seen."""
 
-    def follow(self, swarm_steps: int, steps: int) -> None:
-        """Note that the loop has done ``steps`` of the ``swarm_steps`` (0: no number is set) after
-        which others expect it at its end.
-
-        A loop that trains beyond that number ends where it likes, which nobody knows before.
+    def expect(self, swarm_steps: int) -> None:
+        """Note the swarm's steps, after which others expect this loop at its end; 0: no number is
+        set.
         """
-        trains_beyond = self._reached_end
-        self._reached_end = 0 < swarm_steps <= steps
-        if self._reached_end and not trains_beyond:
-            log.info("the %d steps of the swarm are done: session.over is true", swarm_steps)
         if self.last is not None:
-            self.last.ends_at(None if trains_beyond else swarm_steps or None)
+            self.last.ends_at(swarm_steps or None)
 
     def run(self, opt: OuterOptimizer, evaluate: Callable[[], float] | None) -> None:
         """Finish the rounds of ``opt``, average, and log what came of it.

@@ -400,6 +400,7 @@ class Session:
             last.announce = member.end
             last.say = log.info
             self._end.last = last
+            self._end.expect(self.train.steps)
         self._loader.began_at = begin(
             membership, self._state.digest, opt, member, self._announce, first=self._first
         )
@@ -420,6 +421,7 @@ class Session:
 
     def _take_change(self, now: TrainSettings) -> None:
         before, self.train = self.train, now
+        self._end.expect(now.steps)
         if self.on_change is not None:
             self.on_change(now)
             return
@@ -489,7 +491,6 @@ class Session:
                 opt.round // opt.fragments,
             )
         self._follow_changes()
-        self._end.follow(self.train.steps, opt.steps)
         if self._loop.is_due(opt):
             self._announce("training")
             for notice in self._member.news():

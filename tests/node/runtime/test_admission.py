@@ -449,14 +449,38 @@ def test_creators_change_reaches_late_joiners(club, tmp_path):
 def test_the_creator_ends_a_run_for_all_members(club, tmp_path):
     key = tmp_path / "creator.key"
     club.identity.write_to(key)
-    club.first.directory.announce(**{**ABOUT, "round": 40})
+    every = club.first.manifest.outer.resolved().every
+    club.first.directory.announce(**{**ABOUT, "round": 40, "step": 40 * every})
     until(lambda: not club.first.directory._publisher.urgent)
     made = creators.end(club.link(), key, 60)
     until(lambda: club.first.changes.number)
-    every = club.first.manifest.outer.resolved().every
     assert made["changed"] == {"steps": 60 * every}
     assert club.first.changes.settings_at(59).steps == club.first.manifest.train.steps
     assert club.first.changes.settings_at(60).steps == 60 * every
+
+
+def test_who_came_late_ends_in_the_same_round():
+    """Fault: it had to do the steps of the first ones, alone, after they had ended.
+
+    Mutants: its round counts fragments; a member ahead of its round puts the end off; the end is at
+    step 0, which is no end.
+    """
+    manifest = open_manifest(new_manifest(load(), Identity.ephemeral(), MODEL))
+    every, fragments = manifest.outer.resolved().every, manifest.outer.fragments_a_round
+    assert fragments > 1
+
+    def end(*steps):
+        members = {
+            str(number): SimpleNamespace(step=step, round=50 * fragments + 1)
+            for number, step in enumerate(steps)
+        }
+        return creators._steps_to_end(manifest, members, 60)["steps"]
+
+    assert end(50 * every, 50 * every + 1) == end(50 * every + 1) == 60 * every
+    assert end(50 * every, 20 * every) == 30 * every
+    assert creators._steps_to_end(
+        manifest, {"late": SimpleNamespace(step=0, round=60 * fragments)}, 60
+    ) == {"steps": 1}
 
 
 def test_rounds_that_are_no_steps_end_for_every_member_alike(club):

@@ -313,6 +313,17 @@ def test_a_change_that_ends_all_at_once_lets_them_wait(world):
     assert world.there() == ["anna", "carl"]  # at 100, its end, in 10 s
 
 
+def test_a_change_below_the_steps_of_most_lets_them_wait(world):
+    """`shoal end` sets the steps of who came late: the others end past them, in one round."""
+    world.last.ends_at(100)
+    world.set(BERT, step=180, steps_per_s=1.0)
+    world.last.begin(200)
+    world.now = STEP_TIME_FACTOR * 20 + GRACE_S - 1
+    assert world.there() == ["anna", "bert"]
+    world.now += 2
+    assert world.there() == ["anna"]
+
+
 def test_training_leader_leads_while_awaited(world):
     """A node that still trains leads a group only as long as it is waited for."""
     world.set(ME, step=50, steps_per_s=1.0)
