@@ -476,7 +476,7 @@ class TrainingNode:
             said += f"; this node keeps its own --steps {own}"
         self.display.message(said)
         self.display.resize(steps)
-        self.trainer.final.ends_at(steps or None)
+        self.trainer.final.change_end(steps or None, by_change=own is None)
         self.metrics.write("change", round=round, **news)
 
     # -- running -----------------------------------------------------------------------------------

@@ -28,10 +28,13 @@ class FinalAverage:
             return self.report.loss_after
         return self.report.loss_before
 
-    def ends_at(self, step: int | None) -> None:
-        """Note the step after which this node's run ends; None: it has no end."""
+    def change_end(self, step: int | None, *, by_change: bool) -> None:
+        """Note the step after which this node's run ends from now on; None: it has no end.
+
+        ``by_change``: as `LastAverage.ends_at`.
+        """
         if self.last is not None:
-            self.last.ends_at(step)
+            self.last.ends_at(step, by_change=by_change)
 
     def hurry(self, seconds: float) -> None:
         """Let the average take ``seconds`` from now at most."""

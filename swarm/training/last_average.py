@@ -175,10 +175,11 @@ class LastAverage(Exchange):
         self._end: int | None = None
         """The step at which a member is at its end, by this node's own; None if it does not know.
         """
-        self._is_past_end = False
-        """True if a change of the swarm's steps ended this node: they were fewer than its own."""
-        self._last_step = 0
-        """The step at which this node ended, once it has."""
+        self._ends_by_change = False
+        """True if a change of the swarm's steps ends this node, and so also members beyond its end.
+        """
+        every = outer.resolved().every if outer.round == "steps" else None
+        self._steps_an_exchange = (every or 0) / fragments
         self._until: float | None = None
         self._due: dict[str, float] = {}
         """Peer -> monotonic time until which it is waited for."""
@@ -213,11 +214,14 @@ class LastAverage(Exchange):
         )
         membership.host.resource_manager.partner = partner  # that of the rounds of training
 
-    def ends_at(self, step: int | None) -> None:
+    def ends_at(self, step: int | None, *, by_change: bool = False) -> None:
         """Note the step of this node's end, at which others should be at theirs; None if it is not
         known.
+
+        ``by_change``: the creator set it while the swarm runs, so members beyond it end too.
         """
         self._end = step
+        self._ends_by_change = by_change and step is not None
 
     @property
     def ended(self) -> bool:
@@ -228,9 +232,10 @@ class LastAverage(Exchange):
         """Note that this node's last step, number ``step``, is done, and say for whom it waits."""
         if self.ended:
             return
-        self._last_step = step
-        self._is_past_end = self._end is not None and step > self._end
-        if not self._is_past_end:
+        is_past_end = self._end is not None and step > self._end
+        at_its_end = step == self._end
+        self._ends_by_change = is_past_end or (self._ends_by_change and at_its_end)
+        if not is_past_end:
             self._end = step
         self._until = time.monotonic() + LONGEST_WAIT_S
         self._due.clear()
@@ -306,14 +311,21 @@ class LastAverage(Exchange):
 
         Records come a second late, so one without a speed may be there already.
         """
-        left = 0 if self._end is None else self._end - member.step
+        left: float = 0 if self._end is None else self._end - member.step
         if left < 0:
-            if not self._is_past_end:
+            if not self._ends_by_change:
                 return 0.0  # it goes on beyond this node's end
-            # What ended this node ends it too, where this node has ended at the latest.
-            left = max(self._last_step - member.step, 0)
+            left = self._steps_behind(member)
         needs = left / member.steps_per_s if member.steps_per_s > 0 else 0.0
         return 0.0 if needs > LONGEST_WAIT_S else STEP_TIME_FACTOR * needs + GRACE_S
+
+    def _steps_behind(self, member: Member) -> float:
+        """Return the inner steps after which a member is in this node's round; 0 where they are not
+        known.
+        """
+        own = self._directory.own()
+        rounds = 0 if own is None else max(own.round - member.round, 0)
+        return rounds * self._steps_an_exchange
 
 
 class _RestingHandle(Handle):

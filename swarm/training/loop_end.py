@@ -34,12 +34,12 @@ class LoopEnd:
         self.report: EndReport | None = None
         """What the last average came to, once it is made."""
 
-    def expect(self, swarm_steps: int) -> None:
+    def expect(self, swarm_steps: int, *, by_change: bool) -> None:
         """Note the swarm's steps, after which others expect this loop at its end; 0: no number is
-        set.
+        set. ``by_change``: as `LastAverage.ends_at`.
         """
         if self.last is not None:
-            self.last.ends_at(swarm_steps or None)
+            self.last.ends_at(swarm_steps or None, by_change=by_change)
 
     def run(self, opt: OuterOptimizer, evaluate: Callable[[], float] | None) -> None:
         """Finish the rounds of ``opt``, average, and log what came of it.

@@ -400,7 +400,7 @@ class Session:
             last.announce = member.end
             last.say = log.info
             self._end.last = last
-            self._end.expect(self.train.steps)
+            self._end.expect(self.train.steps, by_change=False)
         self._loader.began_at = begin(
             membership, self._state.digest, opt, member, self._announce, first=self._first
         )
@@ -421,7 +421,8 @@ class Session:
 
     def _take_change(self, now: TrainSettings) -> None:
         before, self.train = self.train, now
-        self._end.expect(now.steps)
+        if now.steps != before.steps:
+            self._end.expect(now.steps, by_change=True)
         if self.on_change is not None:
             self.on_change(now)
             return

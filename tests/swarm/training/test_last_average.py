@@ -313,14 +313,41 @@ def test_a_change_that_ends_all_at_once_lets_them_wait(world):
     assert world.there() == ["anna", "carl"]  # at 100, its end, in 10 s
 
 
-def test_a_change_below_the_steps_of_most_lets_them_wait(world):
-    """`shoal end` sets the steps of who came late: the others end past them, in one round."""
-    world.last.ends_at(100)
-    world.set(BERT, step=180, steps_per_s=1.0)
-    world.last.begin(200)
-    world.now = STEP_TIME_FACTOR * 20 + GRACE_S - 1
+@pytest.mark.parametrize("step", [100, 200], ids=["came late", "is past it"])
+def test_members_beyond_a_changed_end_are_waited_for(world, step):
+    """`shoal end` sets the steps of who came late: the others end past them, in the same round.
+
+    Mutants: only who is past the end itself waits for others beyond it; they have ten seconds,
+    however long a round takes.
+    """
+    every = OuterSettings().resolved().every
+    world.last.ends_at(100, by_change=True)
+    world.set(ME, step=step, round=8)
+    world.set(BERT, step=180, round=7, steps_per_s=every / 20)  # so it needs 20 s
+    world.set(CARL, step=190, round=8, steps_per_s=every / 20)
+    world.last.announce = lambda: world.set(ME, step=step, round=8, finished=True)
+    world.last.begin(step)
+    assert world.there() == ["anna", "bert", "carl"]
+    world.now = GRACE_S + 1
     assert world.there() == ["anna", "bert"]
-    world.now += 2
+    world.now = STEP_TIME_FACTOR * 20 + GRACE_S + 1
+    assert world.there() == ["anna"]
+
+
+def test_training_leader_awaits_who_ends_by_a_change(world):
+    """Mutant: only a node at its end knows that the change ends others too."""
+    world.last.ends_at(100, by_change=True)
+    world.set(ME, step=99, steps_per_s=1.0)
+    world.set(BERT, step=150, finished=True)
+    world.set(CARL, step=150, steps_per_s=1.0)
+    assert world.there() == ["anna", "bert", "carl"]
+
+
+def test_an_earlier_end_waits_for_none_beyond(world):
+    """Its own end is not that of the others."""
+    world.last.ends_at(100, by_change=True)
+    world.set(BERT, step=150, steps_per_s=1.0)
+    world.last.begin(90)
     assert world.there() == ["anna"]
 
 
