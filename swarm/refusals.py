@@ -29,7 +29,7 @@ WORDS = {
     "quota": "beyond their sender's quota",
     "rate": "over the rate limit",
     "replayed": "that had come before",
-    "spent": "with a used-up invitation",
+    "spent": "beyond the weights that one peer is served in an hour",
     "stale": "out of date",
     "stranger": "of peers that are no members",
     "time": "beyond the processor time for strangers",

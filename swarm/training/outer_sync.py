@@ -30,6 +30,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+LEAST_SERVED_BYTES = 1 << 20
+"""Bytes of weights that one peer is served in an hour at least: of a model of some hundred bytes
+the messages around them are most.
+"""
+
 
 class OuterSync:
     """One optimizer's link to its swarm; hands out its slow weights from now on.
@@ -62,7 +67,10 @@ class OuterSync:
         shapes = opt.shapes
         host.resource_manager.meter(
             CHUNKS_PROTOCOL,
-            max(int(membership.network.models_per_hour * FLOAT32.nbytes(shapes)), 1),
+            max(
+                int(membership.network.models_per_hour * FLOAT32.nbytes(shapes)),
+                LEAST_SERVED_BYTES,
+            ),
         )
         self._server = StateServer(
             host, membership.swarm, model, shapes, clock, opt.parameters.names

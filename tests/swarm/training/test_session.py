@@ -18,8 +18,10 @@ from shoal.swarm.changes import Change, ChangePart
 from shoal.swarm.errors import AdmissionError, LinkError
 from shoal.swarm.identity import Identity
 from shoal.swarm.membership.overview import overview
+from shoal.swarm.p2p.resource_manager import ResourceManager
 from shoal.swarm.state.query import ModelDiffersError
 from shoal.swarm.training.last_average import LastAverage
+from shoal.swarm.training.outer_sync import LEAST_SERVED_BYTES
 from shoal.swarm.training.session_setup import SessionError, parameters_of, waiting_for
 from shoal.swarm.wire.envelope import seal
 from tests.support.session_loops import (
@@ -455,6 +457,19 @@ def test_ended_session_reports_nothing_more():
     assert len(rounds) == 3
 
 
+def test_a_tiny_model_is_served_more_than_its_size(monkeypatch):
+    """Fault: a few fetches of a model of 36 bytes used up what a peer is served in an hour, for
+    the messages around it count too; it could not join.
+    """
+    served, tiny = [], torch.nn.Linear(8, 1)
+    monkeypatch.setattr(
+        ResourceManager, "meter", lambda manager, protocol, nbytes: served.append(nbytes)
+    )
+    with shoal.create(state=tiny, every=EVERY, network=HERE) as session:
+        session.optimizer(sgd(tiny))
+    assert served == [LEAST_SERVED_BYTES]
+
+
 def test_creators_change_reaches_every_loop():
     """Rate and end. Mutants: only who was handed the change tells its loop; a loop is told before
     the round; a change is told twice; it is over a step late, or never.
@@ -496,7 +511,9 @@ def test_creators_change_reaches_every_loop():
 def test_a_loop_that_takes_no_changes_is_told_so(caplog, monkeypatch):
     """Mutant: the last average is not told where others now expect this loop's end."""
     key, begin, ends = Identity.ephemeral(), model(0), []
-    monkeypatch.setattr(LastAverage, "ends_at", lambda last, step: ends.append(step))
+    monkeypatch.setattr(
+        LastAverage, "ends_at", lambda last, step, by_change: ends.append((step, by_change))
+    )
     with shoal.create(state=begin, every=EVERY, network=HERE, identity=key) as session:
         opt = session.optimizer(sgd(begin))
         parts = (ChangePart(round=0, lr=0.01, steps=40),)
@@ -505,7 +522,7 @@ def test_a_loop_that_takes_no_changes_is_told_so(caplog, monkeypatch):
         loop(opt, begin, 1, steps=2)
         assert not session.over
     assert session.over, "a closed session has no partners"
-    assert ends == [None, 40]
+    assert ends == [(None, False), (40, True)]
     said = [line for line in caplog.messages if "has changed" in line]
     assert said == [
         "the swarm's creator has changed train.steps=40: this loop ends there if it asks "
