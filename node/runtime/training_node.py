@@ -476,7 +476,8 @@ class TrainingNode:
             said += f"; this node keeps its own --steps {own}"
         self.display.message(said)
         self.display.resize(steps)
-        self.trainer.final.change_end(steps or None, by_change=own is None)
+        if own is None and "steps" in news:
+            self.trainer.final.change_end(steps or None)
         self.metrics.write("change", round=round, **news)
 
     # -- running -----------------------------------------------------------------------------------

@@ -28,13 +28,10 @@ class FinalAverage:
             return self.report.loss_after
         return self.report.loss_before
 
-    def change_end(self, step: int | None, *, by_change: bool) -> None:
-        """Note the step after which this node's run ends from now on; None: it has no end.
-
-        ``by_change``: as `LastAverage.ends_at`.
-        """
+    def change_end(self, step: int | None) -> None:
+        """Note the step after which all members end by a change of the swarm; None: nowhere."""
         if self.last is not None:
-            self.last.ends_at(step, by_change=by_change)
+            self.last.ends_at(step, by_change=True)
 
     def hurry(self, seconds: float) -> None:
         """Let the average take ``seconds`` from now at most."""
