@@ -35,6 +35,10 @@ class RoundTracker:
         self.next_round = max(self.next_round, round + 1)
         self._begun[fragment] = max(round, self._begun.get(fragment, 0))
 
+    def is_new(self, round: int) -> bool:
+        """Return whether this node has begun no round yet, while others are in ``round``."""
+        return not self._begun and round >= self.fragments
+
     def join(self, round: int, fragment: int, leader: str) -> None:
         """Note that this node waits at ``leader`` for its group."""
         self._elsewhere[round, fragment] = leader

@@ -6,7 +6,8 @@ A ready message is answered, and so is the leader's question where a missing pee
     noted       you are waited for, or I may still come
     passed      that round is over here; go on to ``round``
     elsewhere   I wait at another leader, whose addresses these are
-    busy        too many wait here, or you do already, or groups waited for you in vain
+    busy        I have just come; or too many wait here, or you do already, or groups waited for
+                you in vain
     refuse      our contributions differ in this, or you are barred
 
 `GroupLeader` collects, `GroupCommit` takes one group from its forming to its decision, which is
@@ -307,9 +308,11 @@ MAX_WAITING = 256  # members waiting here, over all rounds
 # noticed
 MAX_ROUNDS = 2
 CROWDED = "too many wait for this node"
+BEGINNING = "this node has just come, and is in its first round"
 MISSED = "groups waited in vain for what this peer had to send"
 LOOK_S = 0.25  # seconds between two looks at the members
-PROBE_S = 1.0  # seconds after which missing members are probed
+PROBE_S = 1.0  # seconds after which missing members are asked where they are
+DEAD = 0.25  # of these, after which they are asked first, so that the dead are found
 
 
 @dataclass
@@ -434,6 +437,8 @@ class GroupLeader:
         leader = self._rounds.leader(ready.round, ready.fragment)
         if leader not in (None, self.me) and peer != self.me:
             return self._elsewhere(ready.round, leader)
+        if peer != self.me and self._rounds.is_new(ready.round):
+            return GroupReceipt(verdict="busy", reason=BEGINNING, round=ready.round)
         if self.view.attendance.is_turned_away(peer, ready.round):
             return GroupReceipt(verdict="busy", reason=MISSED, round=ready.round)
         reason = self._difference(ready)
@@ -506,6 +511,8 @@ class GroupLeader:
         leader = self._rounds.leader(round, fragment)
         if leader is not None:
             return self._elsewhere(round, leader)
+        if self._rounds.is_new(round):
+            return GroupReceipt(verdict="busy", reason=BEGINNING, round=round)
         return GroupReceipt(verdict="noted", round=round)
 
     def _elsewhere(self, round: int, leader: str | None) -> GroupReceipt:
@@ -601,6 +608,8 @@ class GroupLeader:
                 if now >= forming:
                     if now >= expired:
                         self.view.mark_late(here, key[0])
+                        late = ", ".join(short(peer) for peer in sorted(view - here))
+                        log.info("round %d goes on without %s, which did not come", key[0], late)
                     break
                 pending.changed.clear()
                 with contextlib.suppress(TimeoutError):
@@ -640,10 +649,9 @@ class GroupLeader:
         """Ask the missing members where they are, ever more rarely, and look up how far they
         are.
         """
-        pause_s = PROBE_S
+        waited_s = pause_s = DEAD * PROBE_S
         while True:
             await asyncio.sleep(pause_s)
-            pause_s *= 2
             missing = self._hoped(key[0], pending) - set(pending.members)
             if self.me in missing:  # it may have moved on, and others have waited here since
                 receipt = self._standing(self.me, self._question(key))
@@ -652,7 +660,11 @@ class GroupLeader:
             if missing:
                 self.context.look()
             asked = sorted(missing)[:MAX_GROUP]
+            if waited_s >= PROBE_S:
+                pending.probed.update(asked)
             await asyncio.gather(*(self._probe(peer, key, pending) for peer in asked))
+            pause_s = waited_s
+            waited_s += pause_s
 
     def _question(self, key: tuple[int, int]) -> GroupProbe:
         return GroupProbe(swarm=self.context.swarm, round=key[0], fragment=key[1])
@@ -669,7 +681,6 @@ class GroupLeader:
             self.view.mark_absent([peer])
             pending.changed.set()
             return
-        pending.probed.add(peer)
         with contextlib.closing(stream):
             try:
                 sealed = seal(self._question(key), self.context.identity)
@@ -686,7 +697,9 @@ class GroupLeader:
     ) -> None:
         """Act on where a missing member says that it is."""
         leader = receipt.leader or self.me
-        if receipt.verdict == "passed":
+        if receipt.verdict == "busy":
+            self.view.mark_absent([peer])
+        elif receipt.verdict == "passed":
             if peer != self.me:
                 self.view.evidence.heard(peer, receipt.round)
             pending.passed[peer] = receipt.model_copy(update={"leader": peer})

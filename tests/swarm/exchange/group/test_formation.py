@@ -169,6 +169,7 @@ def test_one_peer_takes_few_places_of_a_leader(school):
     """
     one = school.peers(1)[0]
     leader, context = one.exchange._leader, one.exchange._context
+    one.exchange.rounds.begin(0, 0)
     ready = group_ready(context)
 
     def judged(round, fragment=0):
@@ -183,7 +184,9 @@ def test_one_peer_takes_few_places_of_a_leader(school):
 
 def test_own_contribution_refuses_others_before_it_waits(school):
     """What this node contributed last says what it will, so nobody that differs waits in vain."""
-    leader = school.peers(1)[0].exchange._leader
+    exchange = school.peers(1)[0].exchange
+    exchange.rounds.begin(0, 0)
+    leader = exchange._leader
     mine = group_ready(leader.context, round=4)
     other = mine.model_copy(update={"round": 5, "codec": "bfloat16"})
     assert leader._judge("x", other).verdict == "noted"
@@ -203,6 +206,21 @@ def test_dead_peer_is_probed_not_waited_for(school, monkeypatch):
     victim.host.die()
     handles = [peer.start(0, float(number)) for number, peer in enumerate(others)]
     assert [handle.result(60).weight for handle in handles] == [3.0] * 3
+
+
+def test_node_in_its_first_round_leads_and_delays_nobody(school, monkeypatch):
+    """The fault: it came in the middle of a round, and the others waited three seconds for it."""
+    monkeypatch.setattr(group_lead, "PROBE_S", 0.2)
+    newcomer, *others = school.ranked(school.peers(4, wait=60.0), 3)
+    for peer in others:
+        peer.sees = [other.id for other in others]
+    assert school.values([peer.start(0, 1.0) for peer in others]) == [1.0] * 3
+    for peer in others:
+        peer.sees = None
+    handles = [peer.start(3, float(number)) for number, peer in enumerate(others)]
+    assert [handle.result(60).weight for handle in handles] == [3.0] * 3
+    assert newcomer.exchange.next_round == 0
+    assert school.values([peer.start(4, 2.0) for peer in (newcomer, *others)]) == [2.0] * 4
 
 
 def test_who_is_only_late_opens_and_is_waited_for(school, monkeypatch):
@@ -356,6 +374,7 @@ def test_passed_over_leader_asks_before_leading_again(school):
     """
     late, *others = three = school.peers(3, wait=2.0)
     for peer in others:
+        peer.exchange.rounds.begin(0, 0)
         for round in range(4):  # so it is left out up to round 128
             peer.exchange._view.attendance.missed(late.id, round)
         assert late.id not in peer.exchange._view.order(0, 4)
@@ -380,6 +399,7 @@ def test_who_is_turned_away_does_not_wait(school):
     """It would wait for those who come to nobody."""
     missing, *others = three = school.peers(3, wait=500.0)
     for peer in others:
+        peer.exchange.rounds.begin(0, 0)
         for round in range(4):  # so it is turned away up to round 128
             peer.exchange._view.attendance.missed(missing.id, round, held=True)
     leads = {round: school.ranked(three, round)[0] is missing for round in range(4, 128)}
