@@ -12,6 +12,7 @@ import pytest
 from shoal.optim import BFLOAT16, RoundKey
 from shoal.optim.exchange.base import Contribution
 from shoal.swarm.exchange.context import PeerContext
+from shoal.swarm.exchange.group import deadline
 from shoal.swarm.exchange.group import leader as group_lead
 from shoal.swarm.exchange.group.deadline import GroupDeadline
 from shoal.swarm.exchange.group.exchange import GroupExchange
@@ -211,7 +212,8 @@ def test_dead_peer_is_probed_not_waited_for(school, monkeypatch):
 def test_node_in_its_first_round_leads_and_delays_nobody(school, monkeypatch):
     """The fault: it came in the middle of a round, and the others waited three seconds for it."""
     monkeypatch.setattr(group_lead, "PROBE_S", 0.2)
-    newcomer, *others = school.ranked(school.peers(4, wait=60.0), 3)
+    monkeypatch.setattr(deadline, "FORMING_S", 1000.0)
+    newcomer, *others = school.ranked(school.peers(4, wait=500.0), 3)
     for peer in others:
         peer.sees = [other.id for other in others]
     assert school.values([peer.start(0, 1.0) for peer in others]) == [1.0] * 3
