@@ -437,8 +437,6 @@ class GroupLeader:
         leader = self._rounds.leader(ready.round, ready.fragment)
         if leader not in (None, self.me) and peer != self.me:
             return self._elsewhere(ready.round, leader)
-        if peer != self.me and self._rounds.is_new(ready.round):
-            return GroupReceipt(verdict="busy", reason=BEGINNING, round=ready.round)
         if self.view.attendance.is_turned_away(peer, ready.round):
             return GroupReceipt(verdict="busy", reason=MISSED, round=ready.round)
         reason = self._difference(ready)
@@ -643,6 +641,8 @@ class GroupLeader:
         """
         view, slack = self.view, self._rounds.fragments
         awaited = view.expected(round) | view.expected(round, slack) - pending.probed
+        if self._rounds.is_new(round):
+            awaited.discard(self.me)
         return awaited - pending.passed.keys()
 
     async def _probe_missing(self, key: tuple[int, int], pending: PendingGroup) -> None:

@@ -170,7 +170,6 @@ def test_one_peer_takes_few_places_of_a_leader(school):
     """
     one = school.peers(1)[0]
     leader, context = one.exchange._leader, one.exchange._context
-    one.exchange.rounds.begin(0, 0)
     ready = group_ready(context)
 
     def judged(round, fragment=0):
@@ -185,9 +184,7 @@ def test_one_peer_takes_few_places_of_a_leader(school):
 
 def test_own_contribution_refuses_others_before_it_waits(school):
     """What this node contributed last says what it will, so nobody that differs waits in vain."""
-    exchange = school.peers(1)[0].exchange
-    exchange.rounds.begin(0, 0)
-    leader = exchange._leader
+    leader = school.peers(1)[0].exchange._leader
     mine = group_ready(leader.context, round=4)
     other = mine.model_copy(update={"round": 5, "codec": "bfloat16"})
     assert leader._judge("x", other).verdict == "noted"
@@ -209,11 +206,15 @@ def test_dead_peer_is_probed_not_waited_for(school, monkeypatch):
     assert [handle.result(60).weight for handle in handles] == [3.0] * 3
 
 
-def test_node_in_its_first_round_leads_and_delays_nobody(school, monkeypatch):
-    """The fault: it came in the middle of a round, and the others waited three seconds for it."""
-    monkeypatch.setattr(group_lead, "PROBE_S", 0.2)
+@pytest.mark.parametrize(("place", "probe_s"), [(0, 1000.0), (3, 0.2)], ids=["first", "last"])
+def test_node_in_its_first_round_delays_nobody(school, monkeypatch, place, probe_s):
+    """The fault: it came in the middle of a round, and the others waited three seconds for it,
+    also where it led.
+    """
+    monkeypatch.setattr(group_lead, "PROBE_S", probe_s)
     monkeypatch.setattr(deadline, "FORMING_S", 1000.0)
-    newcomer, *others = school.ranked(school.peers(4, wait=500.0), 3)
+    others = school.ranked(school.peers(4, wait=500.0), 3)
+    newcomer = others.pop(place)
     for peer in others:
         peer.sees = [other.id for other in others]
     assert school.values([peer.start(0, 1.0) for peer in others]) == [1.0] * 3
@@ -376,7 +377,6 @@ def test_passed_over_leader_asks_before_leading_again(school):
     """
     late, *others = three = school.peers(3, wait=2.0)
     for peer in others:
-        peer.exchange.rounds.begin(0, 0)
         for round in range(4):  # so it is left out up to round 128
             peer.exchange._view.attendance.missed(late.id, round)
         assert late.id not in peer.exchange._view.order(0, 4)
@@ -401,7 +401,6 @@ def test_who_is_turned_away_does_not_wait(school):
     """It would wait for those who come to nobody."""
     missing, *others = three = school.peers(3, wait=500.0)
     for peer in others:
-        peer.exchange.rounds.begin(0, 0)
         for round in range(4):  # so it is turned away up to round 128
             peer.exchange._view.attendance.missed(missing.id, round, held=True)
     leads = {round: school.ranked(three, round)[0] is missing for round in range(4, 128)}
