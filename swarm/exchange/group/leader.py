@@ -322,7 +322,9 @@ class PendingGroup:
     members: dict[str, MemberState] = field(default_factory=dict)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     probed: set[str] = field(default_factory=set)
-    """Missing members that answered a probe: who was on its way would have come before."""
+    """Missing members that were asked: who was on its way would have come before."""
+    gone: set[str] = field(default_factory=set)
+    """Missing members that could not be reached."""
     passed: dict[str, GroupReceipt] = field(default_factory=dict)
     """Missing members that are through with the round -> what they said."""
 
@@ -633,7 +635,7 @@ class GroupLeader:
 
     def _hoped(self, round: int, pending: PendingGroup) -> set[str]:
         """Return the peers that may still come to the round."""
-        return self.view.hoped(round) - pending.passed.keys()
+        return self.view.hoped(round) - pending.passed.keys() - pending.gone
 
     def _awaited(self, round: int, pending: PendingGroup) -> set[str]:
         """Return the peers for which the group waits: those that may be in this round just now
@@ -679,6 +681,8 @@ class GroupLeader:
         except NetworkError as error:
             log.info("a missing peer is not waited for: %s", error)
             self.view.mark_absent([peer])
+            if error.reason != "timeout":
+                pending.gone.add(peer)
             pending.changed.set()
             return
         with contextlib.closing(stream):

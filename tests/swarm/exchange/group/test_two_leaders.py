@@ -72,8 +72,11 @@ def test_those_who_wait_at_a_leader_follow_it(school):
     assert in_time(handles) == [3.0] * 4
 
 
-def test_lone_leader_goes_on_to_the_others_round(school):
-    """The fault: it waited for those who had ended the round without it."""
+@pytest.mark.parametrize("dead", [0, 1])
+def test_lone_leader_goes_on_to_the_others_round(school, dead):
+    """The faults: it waited for those who had ended the round without it, and for the dead."""
+    for peer in school.peers(dead):
+        peer.host.die()
     late, *others = school.ranked(school.peers(3, wait=LONG_S))
     for peer in others:
         peer.sees = [other.id for other in others]
