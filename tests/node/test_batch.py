@@ -256,7 +256,7 @@ def test_lightnings_callback_counts_them(kind):
         def step(self):
             pass
 
-    callback = SwarmCallback(None)
+    callback = SwarmCallback(types.SimpleNamespace(over=False))
     callback.opt = Steps()
     trainer = types.SimpleNamespace(
         global_step=1,

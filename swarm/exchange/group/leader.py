@@ -311,8 +311,7 @@ CROWDED = "too many wait for this node"
 BEGINNING = "this node has just come, and is in its first round"
 MISSED = "groups waited in vain for what this peer had to send"
 LOOK_S = 0.25  # seconds between two looks at the members
-PROBE_S = 1.0  # seconds after which missing members are asked where they are
-DEAD = 0.25  # of these, after which they are asked first, so that the dead are found
+PROBE_S = 1.0  # seconds after which missing members are probed
 
 
 @dataclass
@@ -322,7 +321,7 @@ class PendingGroup:
     members: dict[str, MemberState] = field(default_factory=dict)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     probed: set[str] = field(default_factory=set)
-    """Missing members that were asked: who was on its way would have come before."""
+    """Missing members that answered a probe: who was on its way would have come before."""
     gone: set[str] = field(default_factory=set)
     """Missing members that could not be reached."""
     passed: dict[str, GroupReceipt] = field(default_factory=dict)
@@ -651,9 +650,10 @@ class GroupLeader:
         """Ask the missing members where they are, ever more rarely, and look up how far they
         are.
         """
-        waited_s = pause_s = DEAD * PROBE_S
+        pause_s = PROBE_S
         while True:
             await asyncio.sleep(pause_s)
+            pause_s *= 2
             missing = self._hoped(key[0], pending) - set(pending.members)
             if self.me in missing:  # it may have moved on, and others have waited here since
                 receipt = self._standing(self.me, self._question(key))
@@ -662,11 +662,7 @@ class GroupLeader:
             if missing:
                 self.context.look()
             asked = sorted(missing)[:MAX_GROUP]
-            if waited_s >= PROBE_S:
-                pending.probed.update(asked)
             await asyncio.gather(*(self._probe(peer, key, pending) for peer in asked))
-            pause_s = waited_s
-            waited_s += pause_s
 
     def _question(self, key: tuple[int, int]) -> GroupProbe:
         return GroupProbe(swarm=self.context.swarm, round=key[0], fragment=key[1])
@@ -685,6 +681,7 @@ class GroupLeader:
                 pending.gone.add(peer)
             pending.changed.set()
             return
+        pending.probed.add(peer)
         with contextlib.closing(stream):
             try:
                 sealed = seal(self._question(key), self.context.identity)

@@ -329,6 +329,10 @@ class Asked(Leaders):
 
     make = staticmethod(probe)
 
+    def __init__(self, network):
+        super().__init__(network)
+        self.peer.exchange.rounds.begin(ROUND, 0)
+
 
 class Rosters(Court):
     """A member that gets its group from its leader.

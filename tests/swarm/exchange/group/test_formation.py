@@ -309,6 +309,7 @@ def test_dead_peer_waits_for_its_new_record(school):
 def test_sleeper_leads_none_before_a_new_record(school):
     """Else each round that its rank gives to it would cost the others a part of their patience."""
     leader, *others = school.ranked(school.peers(3, wait=6.0))
+    leader.exchange.rounds.begin(0, 0)
     answering = leader.host.handlers[LEADER_PROTOCOL]
     asked = leader.host.fall_silent(LEADER_PROTOCOL)
     assert school.values([peer.start(0, float(number)) for number, peer in enumerate(others)]) == [
