@@ -606,9 +606,7 @@ class GroupLeader:
                 forming = now if here >= view and len(here) >= 2 else expired
                 if now >= forming:
                     if now >= expired:
-                        self.view.mark_late(here, key[0])
-                        late = ", ".join(short(peer) for peer in sorted(view - here))
-                        log.info("round %d goes on without %s, which did not come", key[0], late)
+                        self._go_on_without(view - here, here, key[0])
                     break
                 pending.changed.clear()
                 with contextlib.suppress(TimeoutError):
@@ -631,6 +629,13 @@ class GroupLeader:
         for names in groups:
             group = {peer: members[peer] for peer in names}
             self.start(GroupCommit(self, key, group, alone=len(groups) == 1).run())
+
+    def _go_on_without(self, late: set[str], here: set[str], round: int) -> None:
+        """Note that the wait of ``round`` for those who are ``late`` is over."""
+        self.view.mark_late(here, round)
+        if late:  # none where one waits alone
+            names = ", ".join(short(peer) for peer in sorted(late))
+            log.info("round %d goes on without %s, which did not come", round, names)
 
     def _hoped(self, round: int, pending: PendingGroup) -> set[str]:
         """Return the peers that may still come to the round."""
