@@ -282,7 +282,8 @@ class GroupReceipt(Message):
 class GroupProbe(Message):
     """Signed question of a leader to a member that is missing in a round: where it is.
 
-    The receipt in answer says ``noted`` if it may still come.
+    The receipt in answer says ``noted`` if it may still come, ``busy`` if it has just joined and
+    has contributed nothing yet.
     """
 
     KIND = "group-probe"
