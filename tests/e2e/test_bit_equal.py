@@ -103,11 +103,6 @@ def test_four_processes_end_with_the_bits_of_the_simulation(shoal):
     assert [
         (r["exchanges"]["with_partner"], r["exchanges"]["without_partner"]) for r in results
     ] == [(rounds, 0)] * PEERS
-    sent, received = (
-        sum(result["link"][way] for result in results) for way in ("bytes_sent", "bytes_received")
-    )
-    # Of two calls that cross, one ends before all that came ahead of its answer was read.
-    assert 0 < received <= sent < 2 * received
     reference = simulated(
         lambda: TextTask(data=str(shoal.text), **options),
         outer,
@@ -117,6 +112,11 @@ def test_four_processes_end_with_the_bits_of_the_simulation(shoal):
     for i, result in enumerate(results):
         files = sorted((shoal.home / f"peer-{i}" / "rounds").iterdir())
         kept = [load_file(path) for path in files]
+        weights_bytes = sum(t.nbytes for t in kept[0].values())
+        # No bound above holds: statuses are sent as time passes (counted exactly, without them, in
+        # tests/swarm/exchange/test_sent_bytes.py).
+        for way in ("bytes_sent", "bytes_received"):
+            assert result["link"][way] >= rounds * weights_bytes
         assert_equal_bits(
             [[t[str(n)] for n in range(len(t))] for t in kept], reference[result["peer"]]
         )
