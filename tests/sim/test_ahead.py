@@ -38,7 +38,7 @@ def test_sleepers_do_not_wait_for_one_ahead(seeds):
     report = simulate(
         1,
         setting=SIX,
-        faults=[Fault(320 + n, "sleep", n, 18.0, 0.5) for n in range(1, 6)],
+        faults=[Fault(385 + n, "sleep", n, 18.0, 0.5) for n in range(1, 6)],
         keep=True,
     )
     assert report.failure is None

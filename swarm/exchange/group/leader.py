@@ -586,7 +586,10 @@ class GroupLeader:
         """Wait until the group of a round can be formed, and let it run."""
         loop = asyncio.get_running_loop()
         two_since = loop.time()
-        probing = asyncio.ensure_future(self._probe_missing(key, pending))
+        looking = [
+            asyncio.ensure_future(self._find_absent(key, pending)),
+            asyncio.ensure_future(self._probe_missing(key, pending)),
+        ]
         try:
             while pending.members:
                 for peer in self.view.barred(pending.members):  # barred since it came
@@ -612,7 +615,8 @@ class GroupLeader:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(pending.changed.wait(), min(forming - now, LOOK_S))
         finally:
-            probing.cancel()
+            for task in looking:
+                task.cancel()
             del self._pending[key]
         members = pending.members
         if len(members) < 2:
@@ -651,6 +655,20 @@ class GroupLeader:
             awaited.discard(self.me)
         return awaited - pending.passed.keys()
 
+    async def _find_absent(self, key: tuple[int, int], pending: PendingGroup) -> None:
+        """Ask the missing members soon: one that died, or is in its first round, is not waited for.
+        Any other is on its way, and is asked again when it should have come.
+        """
+        await asyncio.sleep(LOOK_S)
+        missing = self._missing(key, pending)
+        await asyncio.gather(*(self._ask_early(peer, key, pending) for peer in missing))
+
+    async def _ask_early(self, peer: str, key: tuple[int, int], pending: PendingGroup) -> None:
+        receipt = await self._ask(peer, key, pending)
+        if receipt is not None and receipt.verdict == "busy":
+            self.view.mark_absent([peer])
+            pending.changed.set()
+
     async def _probe_missing(self, key: tuple[int, int], pending: PendingGroup) -> None:
         """Ask the missing members where they are, ever more rarely, and look up how far they
         are.
@@ -663,30 +681,50 @@ class GroupLeader:
             if self.me in missing:  # it may have moved on, and others have waited here since
                 receipt = self._standing(self.me, self._question(key))
                 await self._follow(self.me, receipt, key[0], pending)
-            missing -= {self.me}
-            if missing:
+            asked = self._missing(key, pending)
+            if asked:
                 self.context.look()
-            asked = sorted(missing)[:MAX_GROUP]
             await asyncio.gather(*(self._probe(peer, key, pending) for peer in asked))
+
+    def _missing(self, key: tuple[int, int], pending: PendingGroup) -> list[str]:
+        """Return the other peers that may still come to the round, as many as are probed."""
+        missing = self._hoped(key[0], pending) - set(pending.members) - {self.me}
+        return sorted(missing)[:MAX_GROUP]
 
     def _question(self, key: tuple[int, int]) -> GroupProbe:
         return GroupProbe(swarm=self.context.swarm, round=key[0], fragment=key[1])
 
     async def _probe(self, peer: str, key: tuple[int, int], pending: PendingGroup) -> None:
+        receipt = await self._ask(peer, key, pending, pending.probed)
+        if receipt is not None:
+            await self._follow(peer, receipt, key[0], pending)
+        pending.changed.set()
+
+    async def _ask(
+        self,
+        peer: str,
+        key: tuple[int, int],
+        pending: PendingGroup,
+        reached: set[str] | None = None,
+    ) -> GroupReceipt | None:
+        """Return where a missing member says that it is; add it to those ``reached``, or note that
+        it cannot be.
+        """
         seconds = self.timeouts.probe(self.timeouts.wait)
         try:
-            opening = self.context.host.open(
+            stream = await self.context.host.open(
                 peer, self._protocol, addresses=self.view.addresses(peer), timeout=seconds
             )
-            stream = await opening
         except NetworkError as error:
-            log.info("a missing peer is not waited for: %s", error)
+            if not self.view.is_absent(peer):  # it is asked in each round until its record expires
+                log.info("a missing peer is not waited for: %s", error)
             self.view.mark_absent([peer])
             if error.reason != "timeout":
                 pending.gone.add(peer)
             pending.changed.set()
-            return
-        pending.probed.add(peer)
+            return None
+        if reached is not None:
+            reached.add(peer)
         with contextlib.closing(stream):
             try:
                 sealed = seal(self._question(key), self.context.identity)
@@ -694,9 +732,8 @@ class GroupLeader:
                 receipt = unpack(await stream.receive(GroupReceipt.LIMIT, seconds), GroupReceipt)
             except (NetworkError, MessageError) as error:
                 log.info("a missing peer does not say where it is: %s", error)
-            else:
-                await self._follow(peer, receipt, key[0], pending)
-        pending.changed.set()
+                return None
+        return receipt
 
     async def _follow(
         self, peer: str, receipt: GroupReceipt, round: int, pending: PendingGroup

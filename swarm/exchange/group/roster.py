@@ -86,6 +86,10 @@ class LivenessView:
         """
         self._absent.update(self._issued(peers))
 
+    def is_absent(self, peer: str) -> bool:
+        """Return whether no round waits for ``peer``, as it was marked absent."""
+        return peer in self._absent
+
     def mark_late(self, came: set[str], round: int) -> None:
         """Note that ``round`` waited for others than those who ``came``: if these are most, the
         others are late. Few may be as well in a group of their own while most are elsewhere.

@@ -197,21 +197,22 @@ def test_own_contribution_refuses_others_before_it_waits(school):
     assert leader._judge("x", mine.model_copy(update={"round": 5})).verdict == "noted"
 
 
-def test_dead_peer_is_probed_not_waited_for(school, monkeypatch):
-    """Who died before it was ready is probed and not waited for."""
-    monkeypatch.setattr(group_lead, "PROBE_S", 0.2)
+def test_dead_peer_is_found_early_and_not_waited_for(school, monkeypatch):
+    """The fault: each round in which one died waited a second for it."""
+    monkeypatch.setattr(group_lead, "PROBE_S", 1000.0)
+    monkeypatch.setattr(deadline, "FORMING_S", 1000.0)
     *others, victim = school.ranked(school.peers(4, wait=60.0))
     victim.host.die()
     handles = [peer.start(0, float(number)) for number, peer in enumerate(others)]
     assert [handle.result(60).weight for handle in handles] == [3.0] * 3
 
 
-@pytest.mark.parametrize(("place", "probe_s"), [(0, 1000.0), (3, 0.2)], ids=["first", "last"])
-def test_node_in_its_first_round_delays_nobody(school, monkeypatch, place, probe_s):
+@pytest.mark.parametrize("place", [0, 3], ids=["first", "last"])
+def test_node_in_its_first_round_delays_nobody(school, monkeypatch, place):
     """The fault: it came in the middle of a round, and the others waited three seconds for it,
     also where it led.
     """
-    monkeypatch.setattr(group_lead, "PROBE_S", probe_s)
+    monkeypatch.setattr(group_lead, "PROBE_S", 1000.0)
     monkeypatch.setattr(deadline, "FORMING_S", 1000.0)
     others = school.ranked(school.peers(4, wait=500.0), 3)
     newcomer = others.pop(place)
@@ -226,17 +227,22 @@ def test_node_in_its_first_round_delays_nobody(school, monkeypatch, place, probe
     assert school.values([peer.start(4, 2.0) for peer in (newcomer, *others)]) == [2.0] * 4
 
 
+def was_asked(peer):
+    """Return an event that is set once others have asked ``peer`` where it is, and it answered."""
+    answered, answering = threading.Event(), peer.host.handlers[LEADER_PROTOCOL]
+
+    async def answers(stream):
+        await answering(stream)
+        answered.set()
+
+    peer.host.handlers[LEADER_PROTOCOL] = answers
+    return answered
+
+
 def test_who_is_only_late_opens_and_is_waited_for(school, monkeypatch):
     monkeypatch.setattr(group_lead, "PROBE_S", 0.05)
     leader, second, late = school.ranked(school.peers(3, wait=20.0))
-    probed = threading.Event()
-    answering = late.host.handlers[LEADER_PROTOCOL]
-
-    async def opens(stream):
-        probed.set()
-        await answering(stream)
-
-    late.host.handlers[LEADER_PROTOCOL] = opens
+    probed = was_asked(late)
     handles = [leader.start(0, 1.0), second.start(0, 2.0)]
     assert probed.wait(60)
     assert school.values([*handles, late.start(0, 6.0)]) == [pytest.approx(3.0)] * 3
@@ -260,8 +266,9 @@ def test_peer_on_its_way_is_awaited_until_probed(school, monkeypatch):
     *others, third = school.ranked(school.peers(3, wait=500.0))
     for peer in others:
         peer.rounds = {third.id: 1}
+    asked = was_asked(third)
     handles = [peer.start(0, 1.0) for peer in others]
-    school.until(lambda: others[0].waiting() == 2)
+    assert asked.wait(60)  # early, which only finds the dead
     assert school.values([*handles, third.start(0, 4.0)]) == [2.0] * 3
     monkeypatch.setattr(group_lead, "PROBE_S", 0.05)
     round = next(
