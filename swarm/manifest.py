@@ -225,17 +225,23 @@ def swarm_id(sealed: bytes) -> str:
     return base64.b32encode(hashlib.sha256(sealed).digest()).decode().rstrip("=").lower()
 
 
+def check_swarm(sealed: bytes, expected_id: str) -> None:
+    """Raise MessageError unless the sealed manifest is that of the swarm ``expected_id``."""
+    if swarm_id(sealed) != expected_id:
+        raise MessageError(
+            f"The wrong swarm id: the manifest that came belongs to swarm {swarm_id(sealed)}, not "
+            f"to {expected_id}: ask for a fresh link."
+        )
+
+
 def open_manifest(
     sealed: bytes, expected_id: str | None = None, *, protocol: int | None = PROTOCOL
 ) -> Manifest:
     """Return the manifest, verified against its signature and, if given, the swarm id and the
     ``protocol``. Raises MessageError.
     """
-    if expected_id is not None and swarm_id(sealed) != expected_id:
-        raise MessageError(
-            f"The wrong swarm id: the manifest that came belongs to swarm {swarm_id(sealed)}, not "
-            f"to {expected_id}: ask for a fresh link."
-        )
+    if expected_id is not None:
+        check_swarm(sealed, expected_id)
     _, manifest = unseal(sealed, Manifest)
     if protocol is not None and manifest.protocol != protocol:
         where = "here" if manifest.protocol > protocol else "on its creator's node"

@@ -54,7 +54,8 @@ from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.gossip import envelope
 from shoal.swarm.gossip.frames import GossipTopics, greet, receive_frame, split_frame, topic_of
 from shoal.swarm.identity import Identity
-from shoal.swarm.manifest import MANIFEST_PROTOCOL, creator_of, swarm_id, title_of
+from shoal.swarm.manifest import MANIFEST_PROTOCOL, creator_of, title_of
+from shoal.swarm.membership.manifest_exchange import ASK_AGAIN_S, ManifestSearch
 from shoal.swarm.p2p import connections
 from shoal.swarm.p2p.daemon import DAEMON_GONE, Daemon, DaemonError, PutOffError
 from shoal.swarm.p2p.dial_backoff import DialBackoff
@@ -66,12 +67,7 @@ from shoal.swarm.p2p.stream import Stream
 from shoal.swarm.pacing.meter import TrafficMeter
 from shoal.swarm.topics.receipts import Receipts
 from shoal.swarm.topics.status import Status, check_date
-from shoal.swarm.wire.messages import (
-    GOSSIP_PROTOCOL,
-    SEED_PROTOCOL,
-    ManifestReply,
-    ManifestRequest,
-)
+from shoal.swarm.wire.messages import GOSSIP_PROTOCOL, SEED_PROTOCOL
 from shoal.swarm.wire.record import GONE
 
 # seconds (libp2p itself puts a dial off for 5) before the same peer is dialled again, doubled with
@@ -163,8 +159,6 @@ WANTED = 4  # connections to keep
 DIAL_S = 5.0  # seconds for one attempt to connect
 ASK_S = 5.0  # seconds for one question and its answer
 LOOK_S = 0.25  # seconds between two looks at the connections
-# seconds before one of the connected peers is asked again, doubled with each time, up to CHANGE_S
-ASK_AGAIN_S = 2.0
 CHANGE_S = 10.0  # seconds between two questions for changes of the settings
 # seconds before a stream of gossip that ended is opened again, doubled with each failure
 LISTEN_AGAIN_S = 1.0
@@ -211,7 +205,7 @@ class LightClient:
             try:
                 async with asyncio.TaskGroup() as self._tasks:  # the first that fails ends all
                     self._tasks.create_task(self._keep_connected(daemon))
-                    self._tasks.create_task(self._keep_asking(daemon))
+                    self._tasks.create_task(self._follow_settings(daemon))
             except* (TimeoutError, *DAEMON_GONE, NetworkError) as errors:
                 log.warning("the network daemon stopped (%r); restarting it", errors.exceptions[0])
             finally:
@@ -283,7 +277,8 @@ class LightClient:
             self._send(Connected(time=time.time(), peer=peer))
         self._connected = here
         for peer in new:
-            self._tasks.create_task(self._get_to_know(daemon, peer))
+            if peer in self._bootstrap:
+                self._tasks.create_task(self._ask_seed(daemon, peer))
             self._tasks.create_task(self._listen(daemon, peer))
 
     async def _dial(self, daemon: Daemon, peer: str) -> None:
@@ -307,66 +302,68 @@ class LightClient:
         if why:
             self._send(Unreachable(time=time.time(), peer=peer, reason=why))
 
-    async def _get_to_know(self, daemon: Daemon, peer: str) -> None:
-        """Ask a node for the manifest, or a bootstrap node for members; a peer that knows neither
-        is kept as well.
+    async def _ask_seed(self, daemon: Daemon, peer: str) -> None:
+        """Ask a peer of the link for members, if it is a bootstrap node: again and again until
+        the swarm is described.
         """
-        try:
-            if self._creator is None and await self._describe(daemon, peer):
-                return
-            if peer in self._bootstrap:
+        pause = ASK_AGAIN_S
+        while peer in self._connected:
+            try:
                 with contextlib.closing(await self._open(daemon, peer, SEED_PROTOCOL)) as stream:
                     members = await ask_seed(stream, self._link.swarm)
+            except (TimeoutError, *DAEMON_GONE, NetworkError, MessageError) as error:
+                log.debug("asking %s for members failed: %r", peer, error)
+            else:
                 self._send(BootstrapNode(time=time.time(), peer=peer))
                 for member in members:
                     self._book.learn(member.peer, member.addresses)
-        except (
-            TimeoutError,
-            *DAEMON_GONE,
-            NetworkError,
-            MessageError,
-        ) as error:  # `_keep_asking` asks again
-            log.debug("asking %s failed: %r", peer, error)
+                return
+            if self._creator is not None:
+                return
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, CHANGE_S)
 
     async def _open(self, daemon: Daemon, peer: str, protocol: str) -> Stream:
         return Stream(
             peer, *await asyncio.wait_for(daemon.open(peer, protocol), ASK_S), self._traffic
         )
 
-    async def _describe(self, daemon: Daemon, peer: str) -> bool:
-        try:
-            stream = await self._open(daemon, peer, MANIFEST_PROTOCOL)
-        except DaemonError as error:
-            log.debug("no manifest from %s: %s", peer, error)  # a bootstrap node has none
-            return False
-        with contextlib.closing(stream):
-            reply = await ask(stream, ManifestRequest(swarm=self._link.swarm), ManifestReply, ASK_S)
-        if reply.manifest is None or swarm_id(reply.manifest) != self._link.swarm:
-            return False
-        title = title_of(reply.manifest)
-        if self._creator is None:  # another peer may have answered meanwhile
-            self._creator = creator_of(reply.manifest)
-            self._send(Described(time=time.time(), **title._asdict()))
-        return True
-
-    async def _keep_asking(self, daemon: Daemon) -> None:
-        """Ask one of the connected peers now and then: for the manifest until one has answered,
-        then for changes, of which all members hold the newest.
+    async def _follow_settings(self, daemon: Daemon) -> None:
+        """Have the swarm described, then ask one of the connected peers now and then for changes,
+        of which all members hold the newest.
         """
-        pause = min(ASK_AGAIN_S, CHANGE_S)
+        creator = self._creator or await self._describe(daemon)
+        self._creator = creator
         while True:
-            await asyncio.sleep(pause)
+            await asyncio.sleep(CHANGE_S)
             if not self._connected:
                 continue
-            pause = min(2 * pause, CHANGE_S)
             peer = random.choice(sorted(self._connected))
-            if self._creator is None:
-                await self._get_to_know(daemon, peer)
-                continue
             try:
-                await self._ask_for_change(daemon, peer, self._creator)
+                await self._ask_for_change(daemon, peer, creator)
             except (TimeoutError, *DAEMON_GONE, NetworkError, MessageError) as error:
                 log.debug("asking %s for changes failed: %r", peer, error)
+
+    async def _describe(self, daemon: Daemon) -> str:
+        """Ask the connected peers for the manifest until one serves it, and send what it says of
+        the swarm; return the swarm's creator.
+        """
+        while True:
+            search = ManifestSearch(
+                self._link.swarm,
+                lambda: self._connected,
+                lambda peer: self._open(daemon, peer, MANIFEST_PROTOCOL),
+            )
+            try:
+                sealed = await search.run()
+                creator = creator_of(sealed)
+                title = title_of(sealed)
+            except MessageError as error:  # others may connect that belong to this swarm
+                log.debug("no manifest yet: %s", error)
+                await asyncio.sleep(CHANGE_S)
+                continue
+            self._send(Described(time=time.time(), **title._asdict()))
+            return creator
 
     async def _ask_for_change(self, daemon: Daemon, peer: str, creator: str) -> None:
         with contextlib.closing(await self._open(daemon, peer, CHANGE_PROTOCOL)) as stream:

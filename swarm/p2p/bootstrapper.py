@@ -43,6 +43,8 @@ LOOK_IN_S = 3.0
 """In which one who only looks connects to members that bootstrap nodes name."""
 ASK_SEEDS_AGAIN_S = 2.0
 """Between two questions to a bootstrap node that named no peer this node can reach."""
+MEET_AGAIN_S = 1.0
+"""Before members are asked again that were reached but did not answer: they may be busy."""
 SEARCH_AGAIN_S = 10.0
 """Between two searches for others while no member is connected."""
 LOOK_AROUND_S = (0.5, 1.0, 2.0, 5.0)
@@ -137,9 +139,23 @@ class Bootstrapper:
         members, dht = await self._join(daemon, reached, end)
         from shoal.swarm.p2p.hivemind_adapter import count_peers
 
+        if must_join:
+            await self._meet_again(dht, members, end)
         if must_join and not count_peers(dht):
             raise StartupError(self._nobody_joined(members))
         return dht
+
+    async def _meet_again(self, dht: DHTNode, members: Sequence[str], end: float) -> None:
+        """Let the DHT node call the ``members`` again until one has answered, or until the instant
+        ``end`` of the loop.
+        """
+        from shoal.swarm.p2p.hivemind_adapter import count_peers, ping
+
+        loop = asyncio.get_running_loop()
+        while members and not count_peers(dht) and loop.time() + MEET_AGAIN_S + CALL_S <= end:
+            await asyncio.sleep(MEET_AGAIN_S)
+            pings = [asyncio.wait_for(ping(dht, peer), CALL_S) for peer in members]
+            await asyncio.gather(*pings, return_exceptions=True)
 
     def _nobody_joined(self, members: Sequence[str]) -> str:
         """Return why the DHT node knows nobody though somebody was reached."""

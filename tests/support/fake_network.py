@@ -35,6 +35,7 @@ class FakeHost:
         self.internal_errors = InternalErrors()
         self.handlers, self.met = {}, {}
         self.dead = False
+        self.heard = []
         self.streams = []
 
     def serve(self, protocol, handler):
@@ -53,6 +54,9 @@ class FakeHost:
 
     def entry(self):
         return ()
+
+    def known(self):
+        return list(self.heard)
 
     def seeds(self):
         return {}

@@ -26,6 +26,7 @@ from shoal.swarm.gossip.envelope import make_body, make_envelope
 from shoal.swarm.gossip.frames import topic_of
 from shoal.swarm.gossip.neighbours import Neighbours
 from shoal.swarm.manifest import MANIFEST_PROTOCOL, Manifest, swarm_id
+from shoal.swarm.membership import manifest_exchange
 from shoal.swarm.membership.manifest_exchange import serve_manifest
 from shoal.swarm.p2p import daemon, daemon_process
 from shoal.swarm.p2p.host import Host
@@ -183,7 +184,7 @@ def test_member_whose_first_answer_fails_is_asked_again(node, monkeypatch):
     """Fault: a member that was busy, or about to leave, was asked once, so the swarm had no name
     and no changes for as long as the command ran.
     """
-    monkeypatch.setattr(light_client, "ASK_AGAIN_S", 0.1, raising=False)
+    monkeypatch.setattr(manifest_exchange, "ASK_AGAIN_S", 0.1)
     asked = []
 
     async def answer(stream):

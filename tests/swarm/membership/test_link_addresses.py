@@ -12,6 +12,7 @@ from shoal.swarm.access.link import Link
 from shoal.swarm.errors import LinkError, MessageError, NetworkError
 from shoal.swarm.identity import ID_HEADER, Identity, b58encode
 from shoal.swarm.manifest import MANIFEST_PROTOCOL, Manifest, swarm_id
+from shoal.swarm.membership import manifest_exchange
 from shoal.swarm.membership.link_addresses import lasting_link
 from shoal.swarm.membership.manifest_exchange import fetch_manifest, serve_manifest
 from shoal.swarm.membership.reconnector import (
@@ -22,7 +23,7 @@ from shoal.swarm.membership.reconnector import (
     Reconnector,
 )
 from shoal.swarm.wire.envelope import pack, seal
-from shoal.swarm.wire.messages import ManifestReply
+from shoal.swarm.wire.messages import ManifestReply, ManifestRequest
 
 SWARM = swarm_id(b"a swarm")
 
@@ -192,13 +193,18 @@ def test_any_peer_with_the_manifest_will_do(network):
     data, opened = fetch_manifest(me, link(manifest, dead, stranger, liar, friend))
     assert (data, opened.name) == (manifest, "mine")
     with pytest.raises(MessageError, match=r"Wrong swarm id: the peer .* belongs to swarm"):
-        fetch_manifest(me, link(manifest, dead, stranger))
+        fetch_manifest(me, link(manifest, dead, stranger), timeout=1)
     with pytest.raises(
         MessageError, match="The wrong swarm id: the manifest that came belongs to swarm"
     ):
         fetch_manifest(me, link(manifest, liar))
-    with pytest.raises(NetworkError, match=r"No peer of the link served .* ask for a fresh link\."):
-        fetch_manifest(me, link(manifest, dead))
+    with pytest.raises(NetworkError) as caught:
+        fetch_manifest(me, link(manifest, dead), timeout=0.1)
+    assert str(caught.value) == (
+        "No peer served the swarm's manifest within 0.1 s, asked again and again "
+        f"(/ip4/127.0.0.1/tcp/1/p2p/{dead.peer_id}: the peer is not there): they may be busy, so "
+        "try again, or ask for a fresh link."
+    )
 
 
 def test_a_peer_that_says_nothing_delays_nobody(network):
@@ -213,6 +219,53 @@ def test_a_peer_that_says_nothing_delays_nobody(network):
     data, _ = fetch_manifest(
         me, link(manifest, silent, friend), timeout=5
     )  # half of what one that is silent may take
+    assert data == manifest
+
+
+def busy(host, manifest, times):
+    """Have ``host`` end the first ``times`` streams on which it is asked without an answer; return
+    who has asked.
+    """
+    asked = []
+
+    async def answer(stream):
+        await stream.receive(ManifestRequest.LIMIT, 2)
+        asked.append(stream.peer_id)
+        if len(asked) <= times:
+            stream.abort()
+            return
+        await stream.send(pack(ManifestReply(manifest=manifest, swarm=swarm_id(manifest))), 2)
+
+    host.serve(MANIFEST_PROTOCOL, answer)
+    return asked
+
+
+def test_busy_member_is_asked_again_for_the_manifest(network, monkeypatch):
+    """Fault: it was asked once, and the swarm seemed to be gone."""
+    monkeypatch.setattr(manifest_exchange, "ASK_AGAIN_S", 0.01)
+    me, friend, stranger = (network.host() for _ in range(3))
+    manifest, other = sealed(friend), sealed(stranger, "other")
+    serve_manifest(stranger, swarm_id(other), other)
+    asked = busy(friend, manifest, times=3)
+    data, _ = fetch_manifest(me, link(manifest, friend, stranger))
+    assert data == manifest
+    assert len(asked) == 4
+    # One that is in another swarm is so for good.
+    assert [peer for _, peer, _ in network.opened].count(stranger.peer_id) == 1
+
+
+def test_members_beyond_the_link_are_asked_too(network):
+    """A node hears of them while it asks the link's, which may be about to leave."""
+    me, leaving, friend = (network.host() for _ in range(3))
+    manifest = sealed(friend)
+    serve_manifest(friend, swarm_id(manifest), manifest)
+
+    async def leave(stream):
+        me.heard += link(manifest, friend).bootstrap
+        stream.abort()
+
+    leaving.serve(MANIFEST_PROTOCOL, leave)
+    data, _ = fetch_manifest(me, link(manifest, leaving))
     assert data == manifest
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from shoal.swarm.errors import StartupError
 from shoal.swarm.identity import Identity
+from shoal.swarm.p2p import bootstrapper, hivemind_adapter
 from shoal.swarm.p2p.bootstrapper import Bootstrapper, HostOptions
 from shoal.swarm.p2p.daemon import DaemonError
 from shoal.swarm.p2p.peerstore import Peerstore
@@ -20,8 +21,10 @@ class NobodyListens:
         raise DaemonError("dial to self" if peer == ME else "connection refused")
 
 
-async def refused_by(*peers):
-    """Return the sentence of a node ``ME`` that joins through addresses of ``peers``."""
+def joining_through(*peers):
+    """Return the bootstrapper of a node ``ME`` that joins through ``peers``, and their
+    addresses.
+    """
     addresses = [f"/ip4/127.0.0.1/tcp/{4001 + n}/p2p/{peer}" for n, peer in enumerate(peers)]
     known = Peerstore(ME, None, "")
     options = HostOptions(
@@ -34,9 +37,14 @@ async def refused_by(*peers):
         swarm=None,
         must_join=True,
     )
-    bootstrapper = Bootstrapper(None, ME, options, known, None)
+    return Bootstrapper(None, ME, options, known, None), addresses
+
+
+async def refused_by(*peers):
+    """Return the sentence of a node ``ME`` that joins through addresses of ``peers``."""
+    joining, addresses = joining_through(*peers)
     with pytest.raises(StartupError) as caught:
-        await bootstrapper.enter(NobodyListens(), asyncio.get_running_loop().time() + 5)
+        await joining.enter(NobodyListens(), asyncio.get_running_loop().time() + 5)
     return str(caught.value), addresses
 
 
@@ -57,3 +65,50 @@ async def test_its_own_addresses_in_a_link_are_skipped():
 async def test_a_link_to_itself_alone_is_named():
     said, _ = await refused_by(ME)
     assert said.endswith(" is this node itself: give the address of another node.")
+
+
+class BusyDHT:
+    """A DHT node on a daemon that reaches everybody; its first calls get no answer."""
+
+    def __init__(self, monkeypatch, lost):
+        self.calls = []
+        self.lost = lost
+        monkeypatch.setattr(bootstrapper, "MEET_AGAIN_S", 0.0)
+        monkeypatch.setattr(hivemind_adapter, "join_dht", self.join)
+        monkeypatch.setattr(hivemind_adapter, "ping", self.ping)
+        monkeypatch.setattr(hivemind_adapter, "count_peers", lambda dht: self.met())
+
+    def met(self):
+        return max(len(self.calls) - self.lost, 0)
+
+    async def connect(self, peer, addresses):
+        pass
+
+    async def join(self, daemon, peers, *_):
+        return self
+
+    async def ping(self, dht, peer):
+        self.calls.append(peer)
+        if len(self.calls) <= self.lost:
+            raise TimeoutError
+
+
+async def entered(dht, seconds):
+    joining, _ = joining_through(BERT)
+    joining.hivemind_loaded.set()
+    return await joining.enter(dht, asyncio.get_running_loop().time() + seconds)
+
+
+async def test_busy_member_is_called_again_to_join(monkeypatch):
+    """Fault: a member whose first answer was late was taken for one that is stopping."""
+    dht = BusyDHT(monkeypatch, lost=2)
+    assert await entered(dht, 30) is dht
+    assert dht.calls == [BERT] * 3
+
+
+async def test_calls_to_join_end_with_the_start(monkeypatch):
+    """None is begun that could last beyond it."""
+    dht = BusyDHT(monkeypatch, lost=2)
+    with pytest.raises(StartupError, match=f"{BERT} answered but does not hold the swarm's rec"):
+        await entered(dht, bootstrapper.CALL_S - 1)
+    assert dht.calls == []
