@@ -110,6 +110,7 @@ class Daemon:
         self._child: daemon_process.GuardedProcess | None = None  # the guard
         self._server: asyncio.AbstractServer | None = None
         self._handlers: dict[str, Incoming] = {}
+        self._answering: set[asyncio.Task[None]] = set()
         self._output: deque[str] = deque(maxlen=20)  # its last lines
 
     @classmethod
@@ -227,7 +228,15 @@ class Daemon:
             if "already set" not in str(error):  # by an earlier request whose answer came too late
                 raise
 
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Answer an incoming stream in a task of our own: when asyncio's is cancelled, as at the
+        end, its callback raises CancelledError, which the loop reports (Python below 3.12).
+        """
+        task = asyncio.get_running_loop().create_task(self._answer(reader, writer))
+        self._answering.add(task)
+        task.add_done_callback(self._answering.discard)
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Hand an incoming stream to the handler of its protocol."""
         timer = asyncio.get_running_loop().call_later(ANSWER_S, writer.transport.abort)
         try:

@@ -437,6 +437,28 @@ def test_close_needs_no_force_and_is_final_and_repeatable(two, caplog):
         a.call(a.get("k"), 60)
 
 
+def test_close_while_answering_reports_no_error(two, caplog):
+    """Fault: "Exception in callback ... CancelledError" was logged when a session was closed."""
+    a, b = two
+    begun = threading.Event()
+
+    async def wait(stream):
+        begun.set()
+        await asyncio.Event().wait()
+
+    async def call():
+        stream = await b.open(a.peer_id, "/test/wait/1", timeout=30)
+        await stream.receive(10, 60)
+
+    a.serve("/test/wait/1", wait)
+    calling = b.submit(call())
+    assert begun.wait(30)
+    a.close(timeout=60)
+    assert "Exception in callback" not in caplog.text
+    with pytest.raises(NetworkError):
+        calling.result(60)
+
+
 def test_close_does_not_wait_for_a_stuck_loop(two):
     a, _ = two
     release = threading.Event()
