@@ -77,8 +77,8 @@ class Situation:
 
     peers: int
     uneven: bool = False
-    """Whether the slowest machine has less than 0.85 of the mean speed; from some 0.86 on waiting
-    for it costs four peers less loss than pairs do.
+    """Whether the slowest machine has less than `shoal.swarm.exchange.cost.UNEVEN_SHARE` of the
+    mean speed; from some 0.86 on waiting for it costs four peers less loss than pairs do.
     """
     public: bool = False
     """Whether strangers may join."""

@@ -39,6 +39,8 @@ AVERAGED = 3
 # of a link, that exchanges may take: the rest is for small messages, newcomers, and the user
 BUSY = 0.8
 GOOD = 0.97  # utilisation that a user need not improve
+# of the mean speed: while the slowest member makes more, waiting for it costs less loss than pairs
+UNEVEN_SHARE = 0.85
 FLOAT32 = 4  # bytes
 
 Group = Literal["pair", "everyone", "nobody"]

@@ -5,7 +5,7 @@ simulated peers.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from shoal.swarm.membership.membership import SHOAL_VERSION, Membership
 from shoal.swarm.p2p.addresses import range_met
 from shoal.swarm.state.snapshot import State
 from shoal.swarm.topics.status import StatusReporter
+from shoal.swarm.training.group_speeds import GroupSpeeds, group_speeds
 from shoal.swarm.training.lag_report import LagReport
 from shoal.swarm.training.last_average import EndReport
 from shoal.swarm.training.notice import Notice
@@ -85,7 +86,8 @@ class TrainingMember:
         self._model = model
         self.shard = shard
         self.exchange = exchange
-        self.lag_report = LagReport(opt, membership.host.traffic.rate, clock)
+        speeds = self._speeds if membership.manifest.outer.row.group == "everyone" else None
+        self.lag_report = LagReport(opt, membership.host.traffic.rate, clock, speeds)
         self.records = RecordKeeper(membership, opt, self.lag_report)
         """Counts what this node's record states."""
         self._end: EndReport | None = None
@@ -202,6 +204,10 @@ class TrainingMember:
         member = self._membership.directory.members().get(peer)
         addresses = member.addresses if member is not None else ()
         return range_met(peer, addresses, self._membership.host.met)
+
+    def _speeds(self, group: Collection[str]) -> GroupSpeeds | None:
+        members = self._membership.directory.members()
+        return group_speeds(members, group, self._membership.identity.peer_id)
 
     def report_round(self, info: RoundInfo, report: RoundReport, loss: float | None) -> Round:
         """Send what a round came to, to those who watch, and return it. ``loss``: this node's

@@ -1,6 +1,9 @@
-"""Two real nodes, one ten times as quick as the other, in rounds of seconds."""
+"""Real nodes, some of which are ten or four times as quick as another, in rounds of seconds and in
+a group.
+"""
 
 import itertools
+import re
 import signal
 from pathlib import Path
 
@@ -74,6 +77,37 @@ def test_sleeper_goes_on_in_the_present_round(shoal, eventually):
     sleeper.signal(signal.SIGINT)
     awake.signal(signal.SIGINT)
     assert (sleeper.wait(), awake.wait()) == (130, 130)
+
+
+@pytest.mark.slow(reason="real nodes wait for each other")
+def test_quick_members_of_a_group_name_the_slow_one(shoal, eventually):
+    """The fault: the network was blamed, for exchanges take longer than a round."""
+    table = shoal.toml(
+        swarm={"name": "uneven", "start_when": 3},
+        outer={"method": "streaming", "codec": "sign+ef", "every": 16},
+        options={"quick_s": 0.02, "slow_s": 0.08},
+    )
+    quick = shoal.node("up", table, "quick", "--task", TASK, "--shard", "0/2")
+    link = quick.line()
+    other = shoal.node("join", link, "other", "--task", TASK, "--shard", "0/2")
+    slow = shoal.node("join", link, "slow", "--task", TASK, "--shard", "1/2")
+    named = "slow is slow: an inner step takes it "
+    eventually(
+        lambda: all(named in node.said() for node in (quick, other)), 60, "the slow one's name"
+    )
+    shoal.interrupt(slow, other, quick)
+    assert "is slow: " not in slow.said()
+    for node in (quick, other, slow):
+        assert "Exchanges take this node longer" not in node.said()
+    (said,) = [line for line in quick.said().splitlines() if named in line]
+    slow_ms, own_ms, percent = map(
+        float,
+        re.search(
+            r"takes it ([\d.]+) ms and this node ([\d.]+) ms, .* computes (\d+) % of", said
+        ).groups(),
+    )
+    assert slow_ms > 2 * own_ms
+    assert abs(percent / 100 - own_ms / slow_ms) < 0.15
 
 
 def test_a_round_that_is_none_is_said_before_anything_starts(shoal):
