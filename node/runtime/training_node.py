@@ -634,6 +634,7 @@ class TrainingNode:
         if news:
             self.display.message(f"an estimate: at this speed {news}")
         self._tell_news()
+        self._tell_rise(progress.loss)
         self.member.records.rates = progress.rates
         self.member.records.lost(training=progress.loss)
         self.metrics.progress(self.member.announce("training"))
@@ -711,6 +712,13 @@ class TrainingNode:
                     said=said,
                     missing_names=[] if suspected is None else list(suspected.names),
                 )
+
+    def _tell_rise(self, loss: float) -> None:
+        """Show that training has diverged; rewards give no loss that could tell."""
+        said = "" if self.settings.task.hooks == RL else self.trainer.meter.rise.news(loss)
+        if said:
+            self.display.message(said)
+            self.metrics.write("diagnosis", about="loss", said=said)
 
     def _note(self, event: str, **fields: Any) -> None:
         self.metrics.write(event, **fields)

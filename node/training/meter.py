@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
+from shoal.node.training.loss_rise import LossRise
 from shoal.node.training.throughput import Throughput
 from shoal.node.training.training_error import DivergedError
 from shoal.swarm.training.step_rate import Rates
@@ -67,6 +68,7 @@ class Meter:
         self.throughput = throughput
         self._recent = _MeanLoss()
         self._of_round = _MeanLoss()
+        self.rise = LossRise()
         self._loss = 0.0
         self._since = 0.0
         self._waited_before_s = 0.0
@@ -87,6 +89,7 @@ class Meter:
         """Note the training loss of a step."""
         self._recent.add(loss)
         self._of_round.add(loss)
+        self.rise.add(loss)
 
     def is_due(self) -> bool:
         """Return whether it is time for a report."""
@@ -119,7 +122,7 @@ class Meter:
 
 def _finite(loss: float, step: int) -> float:
     if not math.isfinite(loss):
-        remedy = "lower the task's learning rate"
+        remedy = "lower the task's learning rate (`shoal tune` finds one)"
         if math.isnan(loss):
             remedy += (
                 ", or have loss() return 0 for a batch in which every label is masked, "

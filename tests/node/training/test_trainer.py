@@ -228,8 +228,9 @@ class Explodes(Noisy):
         (Ends, "The task's batches ended after 1 steps: batches(shard) must go on without end."),
         (
             Explodes,
-            "The training loss became nan by step 4: lower the task's learning rate, or have "
-            "loss() return 0 for a batch in which every label is masked, whose mean is nan.",
+            "The training loss became nan by step 4: lower the task's learning rate (`shoal tune` "
+            "finds one), or have loss() return 0 for a batch in which every label is masked, whose "
+            "mean is nan.",
         ),
     ],
 )
