@@ -101,6 +101,25 @@ def recommended(swarm: Situation) -> tuple[list[OuterSettings], str]:
     return [*groups, THIN], SEVERAL
 
 
+def usual(swarm: Situation) -> OuterSettings | None:
+    """Return the settings of a new swarm of 2 peers or more whose creator chooses none of them; None:
+    the defaults, pairs.
+
+    Nothing is known of the link then, so it is what computes while it exchanges.
+    """
+    settings, _ = recommended(swarm)
+    return next((outer for outer in settings if outer.method == STREAMING.method), None)
+
+
+def averages_together(peers: int) -> str:
+    """Return what its creator is told of a swarm that has the `usual` settings for ``peers``."""
+    return (
+        f"this swarm begins with {peers} peers and averages over everyone (streaming, in one bit), "
+        "which ends with a lower loss than pairs; where one machine is slower than the others, "
+        "begin it with --method noloco, which waits for nobody"
+    )
+
+
 def advise(
     swarm: Situation, line: Line, tensors: ModelTensors, *, step_s: float, every: int | None = None
 ) -> tuple[Row, str]:

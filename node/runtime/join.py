@@ -23,6 +23,7 @@ from shoal.node.config.links import LINK
 from shoal.node.config.setting_types import spec_label
 from shoal.node.config.settings import ConfigError, Settings
 from shoal.node.data.task_options import TEXT, options_for_manifest
+from shoal.node.plan.advice import Situation, usual
 from shoal.node.runtime.result import write_json
 from shoal.node.runtime.task_setup import RL
 from shoal.node.task import Shard, Task
@@ -102,16 +103,30 @@ def for_new_swarm(settings: Settings) -> Settings:
     """Return the settings of a new swarm, with the defaults that depend on others.
 
     The built-in text task has Muon, unless the user chose an optimizer or the task's rate. A public
-    swarm has its defences.
+    swarm has its defences. A private one that begins with a few peers averages over everyone,
+    unless the user chose anything about averaging.
     """
     if settings.swarm.public:
         settings = settings.model_copy(update={"outer": settings.outer.guarded()})
+    elif (outer := outer_of_few(settings)) is not None:
+        settings = settings.model_copy(update={"outer": outer})
     train = settings.train
     task = settings.task
     chosen = "optimizer" in train.model_fields_set or "lr" in task.options
     if task.hooks != TEXT or chosen or not hasattr(torch.optim, "Muon"):
         return settings
     return settings.model_copy(update={"train": train.model_copy(update={"optimizer": "muon"})})
+
+
+def outer_of_few(settings: Settings) -> OuterSettings | None:
+    """Return how a private swarm averages that begins with a few peers; None where it does not, or
+    where the user chose anything about averaging.
+    """
+    swarm = settings.swarm
+    chosen = settings.outer.model_fields_set or settings.outer.alone
+    if chosen or swarm.public or swarm.bucket or swarm.start_when < 2:
+        return None
+    return usual(Situation(swarm.start_when))
 
 
 def new_manifest(

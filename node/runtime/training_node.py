@@ -17,6 +17,7 @@ from shoal.node.config.device import make_current, resolve_device
 from shoal.node.metrics.log import Metrics, RoundRecord
 from shoal.node.metrics.sinks import about
 from shoal.node.plan.rows import ModelTensors, memory_of, work_of
+from shoal.node.plan.advice import averages_together
 from shoal.node.plan.run_cost import StartEstimate
 from shoal.node.runtime import resume
 from shoal.node.runtime.compute_last import compute_last
@@ -30,6 +31,7 @@ from shoal.node.runtime.join import (
     for_new_swarm,
     make_trainer,
     new_manifest,
+    outer_of_few,
     schedule_steps,
     try_partners,
 )
@@ -210,6 +212,8 @@ class TrainingNode:
             if saved is not None:
                 stranger = None if settings.task.model_fields_set else saved.manifest
                 settings = continued(settings, saved.manifest_then)
+            if outer_of_few(settings) is not None:
+                self.display.message(averages_together(settings.swarm.start_when))
             self.settings = settings = for_new_swarm(settings)
             task = make_task(settings)
             check_size(task, settings, self.device.type, self.display.message, stranger)

@@ -134,6 +134,34 @@ def test_public_swarm_has_defences_by_default(given, guarded):
     assert (private.robust, private.check_loss) == ("none", False)
 
 
+FEW = {"method": "streaming", "codec": "sign+ef", "every": 16, "lr": 1.0, "momentum": 0.3}
+
+
+@pytest.mark.parametrize(
+    ("given", "written"),
+    [
+        ({"swarm.start_when": 2}, FEW),
+        ({"swarm.start_when": 4}, FEW),
+        ({"swarm.start_when": 5}, FEW | {"codec_back": "e3m0+ef"}),
+        ({"swarm.start_when": 16}, FEW | {"codec_back": "e3m0+ef"}),
+        ({"swarm.start_when": 17}, {}),
+        ({"swarm.start_when": 1}, {}),
+        ({"swarm.start_when": 4, "swarm.bucket": 4}, {}),
+        ({"swarm.start_when": 4, "outer.every": 9}, {"every": 9}),
+        ({"swarm.start_when": 4, "outer.method": "noloco"}, {}),
+        ({"swarm.start_when": 4, "task.hooks": "rl"}, {"method": "none"}),
+        (
+            {"swarm.start_when": 4, "swarm.public": True},
+            {"robust": "clipped-gossip", "check_loss": True},
+        ),
+    ],
+)
+def test_few_private_peers_average_over_everyone(given, written):
+    """Who chooses anything about averaging chooses its method too, and else has pairs."""
+    outer = for_new_swarm(load(None, given)).outer
+    assert outer.model_dump(exclude_defaults=True) == written
+
+
 def test_the_folder_of_a_task_is_nobody_elses_affair():
     assert spec_label("/home/somebody/task.py:Mine") == "task.py:Mine"
     assert spec_label("package.module:Mine") == "package.module:Mine"
