@@ -102,8 +102,8 @@ def recommended(swarm: Situation) -> tuple[list[OuterSettings], str]:
 
 
 def usual(swarm: Situation) -> OuterSettings | None:
-    """Return the settings of a new swarm of 2 peers or more whose creator chooses none of them; None:
-    the defaults, pairs.
+    """Return the settings of a new swarm of 2 peers or more whose creator chooses none of them;
+    None: the defaults, pairs.
 
     Nothing is known of the link then, so it is what computes while it exchanges.
     """

@@ -16,8 +16,8 @@ from shoal.node.checkpoint.writer import CheckpointWriter
 from shoal.node.config.device import make_current, resolve_device
 from shoal.node.metrics.log import Metrics, RoundRecord
 from shoal.node.metrics.sinks import about
-from shoal.node.plan.rows import ModelTensors, memory_of, work_of
 from shoal.node.plan.advice import averages_together
+from shoal.node.plan.rows import ModelTensors, memory_of, work_of
 from shoal.node.plan.run_cost import StartEstimate
 from shoal.node.runtime import resume
 from shoal.node.runtime.compute_last import compute_last

@@ -57,7 +57,9 @@ def test_watcher_survives_dead_nodes_and_garbage(shoal, eventually):
         stranger.close()
     done = len(rounds_of("second"))
     eventually(lambda: len(rounds_of("second")) > done, 60, "another round")
-    assert not heard(watcher, "refused"), "no node has passed the garbage on"
+    # Both nodes may send it the newest record of one of them.
+    refused = {event["reason"] for event in heard(watcher, "refused")}
+    assert refused <= {"replayed"}, "no node has passed the garbage on"
 
     eventually(
         lambda: peers["second"] in {event["peer"] for event in heard(watcher, "connected")},
