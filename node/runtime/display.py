@@ -52,6 +52,8 @@ def describe(info: RoundRecord) -> str:
         return f"round {info.round // info.fragments}: {failed}"
     alone = f"without a partner ({printable(info.why)})" if info.why else "without a partner"
     partner = alone if info.partner is None else f"with {printable(info.partner)}"
+    if info.partner is not None and info.members > 2:
+        partner += f" and {info.members - 2} more"
     part = (
         f", fragment {info.fragment + 1} of {info.fragments},"
         if info.fragment < info.fragments > 1

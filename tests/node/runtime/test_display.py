@@ -307,6 +307,11 @@ def test_a_round_that_overlapped_shows_its_lag():
     assert describe(info(lag_steps=1, late=True)).endswith("wait 250 ms, lag 1 step (late)")
 
 
+def test_a_round_of_a_group_says_how_many():
+    assert "with bob and 2 more: loss" in describe(info(members=4))
+    assert "with bob: loss" in describe(info(members=2))
+
+
 def test_no_terminal_means_lines():
     assert isinstance(make_display(io.StringIO()), LineDisplay)
 
