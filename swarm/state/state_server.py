@@ -147,7 +147,13 @@ class StateServer:
                 self._host.submit(self._hand_out(None))
             else:
                 # Copied here, for the next step changes them.
-                self._host.submit(self._make(state, encode(state), version))
+                payload = encode(state)
+                if state.version() != version:
+                    # By who loads others within a block of `at_rest`: callers wait for the next
+                    # step, or caller.
+                    self._making = False
+                    return
+                self._host.submit(self._make(state, payload, version))
         except (NetworkError, OSError) as error:  # the host is closing, or a disk has failed
             self._making = False
             log.debug("weights are not served: %s", error)

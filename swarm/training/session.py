@@ -23,7 +23,7 @@ import logging
 import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -158,6 +158,8 @@ class Session:
         self._loop = LoopReport()
         self._closed = False
         self._watch = StepWatch()
+        self._resting = ExitStack()
+        """Between two steps: the block in which weights are handed out."""
         self._end = LoopEnd(settings, ranks)
 
     @property
@@ -366,9 +368,11 @@ class Session:
             self._opt = self._member = None
             opt.on_round = own_on_round
             raise
+        opt.register_step_pre_hook(self._before_step)
         opt.register_step_post_hook(self._after_step)
         opt.register_load_state_dict_pre_hook(self._loading)
         opt.register_load_state_dict_post_hook(self._loaded)
+        self._rest()
 
     def _check(self, opt: OuterOptimizer) -> None:
         """Raise SessionError unless ``opt`` averages as the swarm does, in all ranks of this
@@ -399,6 +403,8 @@ class Session:
             last = LastAverage(membership, self.settings, opt.fragments, self._state.digest)
             last.announce = member.end
             last.say = log.info
+            if self._ranks is None:
+                last.waiting = member.at_rest
             self._end.last = last
             self._end.expect(self.train.steps, by_change=False)
         self._loader.began_at = begin(
@@ -477,10 +483,23 @@ class Session:
         if self.on_report is not None:
             self.on_report(info, report, done)
 
+    def _rest(self) -> None:
+        """Hand out the weights from now to the next step, for which a loop may take as long as it
+        likes: it evaluates, or is over. Of several ranks none has all weights.
+        """
+        self._resting.close()
+        if self._ranks is None and self._member is not None and not self._closed:
+            self._resting.enter_context(self._member.at_rest())
+
+    @uncompiled
+    def _before_step(self, opt: Any, args: Any, kwargs: Any) -> None:
+        self._resting.close()
+
     @uncompiled
     def _after_step(self, opt: Any, args: Any, kwargs: Any) -> None:
         self._watch.stepped(opt.param_groups, over=self._closed)
         self._together(self._between_steps)
+        self._rest()
 
     def _between_steps(self) -> None:
         assert self._member is not None
@@ -501,6 +520,7 @@ class Session:
         """Return what is loaded of a saved state: of the swarm's weights and its, those of the
         later round count.
         """
+        self._resting.close()
         if self._closed or self._end.begun:
             return state
         return self._loader.begin(optimizer, state, self._ranks)
@@ -568,12 +588,15 @@ class Session:
         """
         if self._opt is None or self._end.begun or self._closed:
             return
+        self._resting.close()
         self._end.run(self._opt, evaluate)
+        self._rest()
 
     def close(self) -> None:
         """Leave the swarm, in at most some ten seconds. The optimizer goes on without partners."""
         if self._closed:
             return
+        self._resting.close()
         try:
             if self._member is not None:
                 self._measure(self._member)

@@ -12,7 +12,7 @@ import torch
 from shoal.optim.codecs.floats import FLOAT32
 from shoal.swarm.errors import NetworkError
 from shoal.swarm.p2p.stream import Stream
-from shoal.swarm.state import spool
+from shoal.swarm.state import spool, state_server
 from shoal.swarm.state.chunk_server import CHUNKS_PROTOCOL
 from shoal.swarm.state.download import ChunkSource
 from shoal.swarm.state.offers import STATE_PROTOCOL
@@ -23,6 +23,7 @@ from shoal.swarm.state.state_server import MAX_WAIT_ROUNDS, StateServer
 from shoal.swarm.state.sync import begin_fetch, fetch_state
 from shoal.swarm.wire.envelope import CHUNK, pack, unpack
 from shoal.swarm.wire.messages import Answer, StateHeader, StateRequest
+from tests.support.waiting import until
 
 SWARM, MODEL = "a" * 52, "0" * 64
 SHAPES = [(300, 1000), (3,)]
@@ -157,6 +158,27 @@ def test_who_asked_before_an_evaluation_is_served_as_it_begins(network, members)
         pass
     with source.server.at_rest(lambda: source.state):
         assert fetched.result(60).round == 7
+
+
+def test_weights_loaded_during_a_copy_are_copied_again(network, members, monkeypatch):
+    """Whoever holds the block loads others in it all the same: half of each must not go out."""
+    (source,) = members(State(7, slow()), run=False)
+    copies = []
+
+    def load_meanwhile(state):
+        copies.append(encode(state))
+        if len(copies) == 1:
+            state.slow[0].add_(1.0)
+        return copies[-1]
+
+    monkeypatch.setattr(state_server, "encode", load_meanwhile)
+    fetched = begin_fetch(network.host(), query(), to(source.host))
+    until(lambda: source.server._wanted)
+    with source.server.at_rest(lambda: source.state):
+        pass
+    source.step()
+    assert equal(fetched.result(60).slow, source.state.slow)
+    assert len(copies) == 2
 
 
 def test_after_an_evaluation_weights_are_copied_between_steps_only(network, members):

@@ -4,6 +4,7 @@ process.
 
 import re
 import threading
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -203,6 +204,25 @@ def test_late_peer_takes_over_and_lone_one_goes_on():
     )  # where a late peer's learning-rate schedule can begin
     assert went_on == ROUNDS
     loop(opt, begin, 1)
+
+
+@pytest.mark.parametrize("at_end", [False, True])
+def test_loop_that_takes_no_step_serves_its_weights(at_end):
+    """Fault: whoever joined waited ten seconds for a member that was evaluating, or waiting at its
+    end, and a minute if there was no other.
+    """
+    begin, other = model(0), model(7)
+    with shoal.create(state=begin, every=EVERY, lag=0, network=HERE, wait_s=1.0) as first:
+        opt = first.optimizer(sgd(begin))
+        loop(opt, begin, 1)
+        waiting = nullcontext()
+        if at_end:
+            first._resting.close()
+            waiting = first._end.last.waiting()
+        with waiting, shoal.join(first.link, state=other, network=HERE) as session:
+            mine = session.optimizer(sgd(other))
+            assert mine.round == opt.round == ROUNDS
+            assert all(map(torch.equal, mine.slow, opt.slow))
 
 
 @pytest.fixture(scope="module")
