@@ -11,6 +11,7 @@ from shoal.swarm.exchange.timeouts import ExchangeTimeouts
 
 SHARE = 0.2  # of the time from one round to the next that a node waits for others
 LONGEST_S = 300.0  # seconds of that at most
+OVERLAPPED_S = 3600.0  # seconds at most that a node waits for others while that costs no training
 LEAST_S = 1.0  # seconds that every exchange may hold training
 FIRST_S = 2.0  # seconds that an exchange may hold training before there is a measure
 FIRST_RATE = 62.5e3  # bytes a second each way of an exchange before there is a measure

@@ -15,7 +15,6 @@ from shoal.swarm.exchange.round_time import FIRST_RATE, FIRST_S, LEAST_S, RoundT
 from shoal.swarm.exchange.timeouts import ExchangeTimeouts
 from shoal.swarm.p2p.newest import Newest
 
-OVERLAPPED_S = 3600.0  # seconds at most that a node waits for others while that costs no training
 SEVERAL, LONGER = 4, 1.5  # times what exchanges usually hold, and what they take in all: given up
 OFTEN, FREE_S = 3, 0.5  # times the usual, and seconds at least: of no cost
 GIVES, COSTLY, COSTLY_S = 0.03, 0.15, 1.0  # parts of a round; seconds at least

@@ -97,16 +97,17 @@ def make_exchange(
     trial = TRIAL_S if outer.check_loss else 0.0
     timeouts = ExchangeTimeouts(outer.wait_s, trial=trial)
     fragments = opt.fragments
+    overlap = opt.lag > 0  # training goes on meanwhile
     if outer.row.group == "everyone":
         return GroupExchange(
             context,
             timeouts,
             fragments=fragments,
+            overlap=overlap,
             max_group=MAX_GROUP,
             follow=outer.row.follows,
             screen=screen,
         )
-    overlap = opt.lag > 0  # training goes on meanwhile
     return PairExchange(
         context,
         timeouts,

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Collection
 from statistics import median_low
 
-from shoal.swarm.exchange.round_time import FIRST_RATE, FIRST_S, LEAST_S, RoundTime
+from shoal.swarm.exchange.round_time import FIRST_RATE, FIRST_S, LEAST_S, OVERLAPPED_S, RoundTime
 from shoal.swarm.exchange.timeouts import ExchangeTimeouts
 
 PART = 0.25  # of a round that a node waits for the others of a group in any case
@@ -24,17 +24,30 @@ GROUPS = 16  # that are measured, the newest
 
 
 class GroupDeadline(RoundTime):
-    """The deadlines of one node's groups. ``fragments``: sent in turn."""
+    """The deadlines of one node's groups. ``fragments``: sent in turn; ``overlap``: training goes
+    on without the mean for a while, a round at most.
+    """
 
-    def __init__(self, timeouts: ExchangeTimeouts, fragments: int) -> None:
+    def __init__(
+        self, timeouts: ExchangeTimeouts, fragments: int, *, overlap: bool = False
+    ) -> None:
         super().__init__(timeouts, fragments)
+        self.overlap = overlap
         self._took = deque[tuple[float, int]](maxlen=GROUPS)
         """Of each group the seconds after which all was here that one of its members sent, in the
         median, and the bytes each way of this node's own contribution: nobody's word.
         """
 
+    def collecting(self, fragment: int) -> float:
+        """Return the seconds for which a contribution may wait for its group. If training goes on
+        meanwhile, `patience` begins when training waits.
+        """
+        return self.patience(fragment) + (OVERLAPPED_S if self.overlap else 0.0)
+
     def forming(self, fragment: int) -> float:
-        """Return the seconds for which the first members of a group wait for the others."""
+        """Return the seconds for which the first members of a group wait for the others, once
+        training waits.
+        """
         return max(PART * self._round_s(fragment), FORMING_S)
 
     def least(self, fragment: int) -> float:

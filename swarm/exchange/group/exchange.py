@@ -22,6 +22,7 @@ import logging
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from shoal.optim.codecs.mod4 import check_no_pair
 from shoal.optim.exchange.base import Contribution, Mean, RoundKey
@@ -109,13 +110,27 @@ async def connected() -> tuple[Ends, Ends]:
 
 
 @dataclass
+class _WaitForGroup:
+    """How long one round may wait until a group is formed."""
+
+    until: float
+    """The loop's time at which it gives up."""
+    needed: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set once training waits for the outcome."""
+
+    def training_waits(self, patience: float) -> None:
+        """Note that training waits for the outcome, from now on for ``patience`` seconds."""
+        self.needed.set()
+        self.until = min(self.until, asyncio.get_running_loop().time() + patience)
+
+
+@dataclass
 class _RoundState:
     """The progress of one round of this node."""
 
     attempt: Attempt
     began: float
-    until: float
-    """The loop's time at which it gives up unless a group was formed."""
+    wait: _WaitForGroup
     entered: bool = False
     """A group was formed, so this round is used up, whatever comes of it."""
     elsewhere: GroupReceipt | None = None
@@ -124,8 +139,16 @@ class _RoundState:
     """The later round that the swarm has reached for this fragment; 0: none."""
     turned_away: bool = False
     """A leader has left this node out of its round, so nobody would come to one that it leads."""
-    needed: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set once training waits for the outcome."""
+
+    @property
+    def until(self) -> float:
+        """The loop's time at which this node gives up unless a group was formed."""
+        return self.wait.until
+
+    @property
+    def needed(self) -> asyncio.Event:
+        """Set once training waits for the outcome."""
+        return self.wait.needed
 
 
 @dataclass
@@ -184,11 +207,11 @@ class GroupExchange(ExchangeBase):
         context: the node and its swarm; its host serves the group's protocols from now on.
         timeouts: how long a round, and the parts of it, may take.
         fragments: sent in turn, each with the next round's number.
-        max_group: largest group; more members are divided into several (one may have one more).
-        follow: move a contribution that comes too late to the swarm's round. False for what belongs
-            to its round only, as SPARTA's masks do: then only ``next_round`` follows.
-        screen: decides which gathered contributions are refused and what the mean is. One that
-            ``gathers`` takes part in no all-reduce.
+        overlap: training goes on meanwhile; a group waits for the late until it needs the mean.
+        max_group: largest group; more members form several (one may have one more).
+        follow: move a late contribution to the swarm's round (SPARTA's masks belong to theirs).
+        screen: decides which contributions are refused and what the mean is. One that ``gathers``
+            takes part in no all-reduce.
         view, time: who is waited for and for how long, if not as in rounds of training.
         protocols: those of this exchange.
 
@@ -205,6 +228,7 @@ class GroupExchange(ExchangeBase):
         timeouts: ExchangeTimeouts = ExchangeTimeouts(),  # noqa: B008 (frozen)
         *,
         fragments: int = 1,
+        overlap: bool = False,
         max_group: int = 16,
         follow: bool = True,
         screen: UpdateScreen = TRUSTING,
@@ -218,7 +242,7 @@ class GroupExchange(ExchangeBase):
             raise ValueError(f"fragments must be positive, got {fragments}")
         rounds = RoundTracker(fragments)
         view = LivenessView(context, fragments) if view is None else view
-        time = GroupDeadline(timeouts, fragments) if time is None else time
+        time = GroupDeadline(timeouts, fragments, overlap=overlap) if time is None else time
         super().__init__(context.host, rounds, view.evidence, time)
         self._context, self._timeouts, self._screen = context, timeouts, screen
         self._view, self._largest, self._follow = view, max_group + 1, follow
@@ -261,9 +285,11 @@ class GroupExchange(ExchangeBase):
         now = loop.time()
         self.time.begin(now, fragment)
         self.evidence.begin(now, attempt.key.round)
-        pending = _RoundState(attempt, now, now + self.time.patience(fragment))
-        needed = pending.needed
-        attempt.commit.when_awaited(lambda: loop.call_soon_threadsafe(needed.set))
+        # Training keeps what it wakes, so that must not hold the payloads.
+        wait = _WaitForGroup(now + self.time.collecting(fragment))
+        wakes = partial(wait.training_waits, self.time.patience(fragment))
+        attempt.commit.when_awaited(lambda: loop.call_soon_threadsafe(wakes))
+        pending = _RoundState(attempt, now, wait)
         try:
             await self._follow_leaders(pending)
         except Exception as error:  # this node's own: it costs one round, never the training
@@ -319,7 +345,7 @@ class GroupExchange(ExchangeBase):
             pending.attempt.contribution, self._context.swarm, self._context.model, patience
         )
         self._leader.expect(ready, pending.needed)
-        probe = loop.time() + max(self._timeouts.probe(patience), 0.01)
+        probe = loop.time() + max(self._timeouts.probe(min(patience, self._timeouts.wait)), 0.01)
         try:
             stream = await self._open(leader, addresses, probe - loop.time())
         except NetworkError as error:
@@ -359,7 +385,9 @@ class GroupExchange(ExchangeBase):
         if leader != self._context.me:
             await self._leader.leave(ready.round, ready.fragment, leader)
         channel = HeartbeatChannel(stream, self._timeouts.chunk)
-        formed: Message = await channel.receive(pending.until + LINGER_S, GroupFormed, GroupReceipt)
+        formed: Message = await channel.receive(
+            lambda: pending.until + LINGER_S, GroupFormed, GroupReceipt
+        )
         began = loop.time()
         before: Roster | None = None
         while isinstance(formed, GroupFormed):

@@ -407,7 +407,7 @@ class GroupLeader:
             await channel.send(receipt)
             return
         until = asyncio.get_running_loop().time() + min(
-            ready.patience, self.time.patience(ready.fragment)
+            ready.patience, self.time.collecting(ready.fragment)
         )
         member = MemberState(channel, sealed, ready, until)
         pending = self._admit(signer, member)
@@ -603,7 +603,7 @@ class GroupLeader:
                     break
                 view = self._awaited(key[0], pending)
                 expired = min(member.until for member in pending.members.values())
-                if len(here) < 2:
+                if len(here) < 2 or self._is_early(*key):
                     two_since = now
                 expired = min(expired, two_since + self.time.forming(key[1]))
                 forming = now if here >= view and len(here) >= 2 else expired
@@ -633,6 +633,15 @@ class GroupLeader:
         for names in groups:
             group = {peer: members[peer] for peer in names}
             self.start(GroupCommit(self, key, group, alone=len(groups) == 1).run())
+
+    def _is_early(self, round: int, fragment: int) -> bool:
+        """Return whether this node's own training goes on without the outcome of the round, or has
+        not come to it.
+        """
+        own = self._own.get(fragment)
+        if not self.time.overlap or own is None:
+            return False
+        return own.ready.round < round or (own.ready.round == round and not own.needed.is_set())
 
     def _go_on_without(self, late: set[str], here: set[str], round: int) -> None:
         """Note that the wait of ``round`` for those who are ``late`` is over."""

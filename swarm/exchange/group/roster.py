@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from shoal.optim.exchange.pairing import order
@@ -295,9 +295,9 @@ class HeartbeatChannel:
             self._beat = asyncio.get_running_loop().time() + self.patience / BEATS
             await self.stream.send(data, self.patience)
 
-    async def receive(self, until: float, *types: type[M]) -> M:
-        """Return the next message other than a heartbeat, within the loop's time ``until``; send
-        heartbeats meanwhile.
+    async def receive(self, until: float | Callable[[], float], *types: type[M]) -> M:
+        """Return the next message other than a heartbeat, within the loop's time ``until``, asked
+        for at each heartbeat if it may change; send heartbeats meanwhile.
 
         Raises NetworkError if the other side is silent or ends the channel, MessageError if it
         sends a message of another type.
@@ -310,7 +310,8 @@ class HeartbeatChannel:
         try:
             while True:
                 now = loop.time()
-                if now >= until:
+                ends = until() if callable(until) else until
+                if now >= ends:
                     raise NetworkError(
                         f"peer {short(self.peer)} did not finish in time.", "timeout"
                     )
@@ -318,7 +319,7 @@ class HeartbeatChannel:
                     await self.send(GroupAlive())
                 if reading is None:
                     reading = asyncio.ensure_future(self.stream.receive(limit, self.patience))
-                await asyncio.wait({reading}, timeout=min(until, self._beat) - now)
+                await asyncio.wait({reading}, timeout=min(ends, self._beat) - now)
                 if reading.done():
                     data, reading = reading.result(), None
                     message: Message = unpack(data, GroupAlive, *types)

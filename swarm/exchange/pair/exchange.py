@@ -60,8 +60,9 @@ from shoal.swarm.exchange.pair.state import PairingAttempt, PairState, Phase, St
 from shoal.swarm.exchange.pair.transfer import Attempt, PairTransfer, PartnerContribution
 from shoal.swarm.exchange.pair_rounds import PairRounds
 from shoal.swarm.exchange.round_evidence import RoundEvidence
+from shoal.swarm.exchange.round_time import OVERLAPPED_S
 from shoal.swarm.exchange.timeouts import ExchangeTimeouts
-from shoal.swarm.exchange.training_time import OVERLAPPED_S, TrainingTime
+from shoal.swarm.exchange.training_time import TrainingTime
 from shoal.swarm.p2p.tasks import first_of, race, running, stop
 from shoal.swarm.wire.messages import Member
 

@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 
 from shoal.swarm.exchange.pair.state import PairingAttempt, PairState
 from shoal.swarm.exchange.pair.transfer import Incoming
-from shoal.swarm.exchange.training_time import OVERLAPPED_S
+from shoal.swarm.exchange.round_time import OVERLAPPED_S
 from shoal.swarm.p2p.stream import Stream
 from shoal.swarm.p2p.stream_places import StreamPlaces
 from shoal.swarm.p2p.tasks import first_of, stop

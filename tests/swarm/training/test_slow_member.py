@@ -135,7 +135,7 @@ def test_only_members_of_the_exchange_count():
     assert group_speeds(members, tuple(QUARTER), ME) == (10.0, 7.5, 2.5, "bert")
 
 
-@pytest.mark.parametrize("unknown", [ME, ANNA, BERT])
+@pytest.mark.parametrize("unknown", [ME, ANNA, BERT], ids=["me", "anna", "bert"])
 def test_nothing_is_blamed_before_all_speeds_are_known(unknown):
     """A record is some seconds old: quick rounds had blamed the network before it came."""
     node = Node({**QUARTER, unknown: 0.0})
