@@ -118,10 +118,12 @@ class _WaitForGroup:
     needed: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once training waits for the outcome."""
 
-    def training_waits(self, patience: float) -> None:
-        """Note that training waits for the outcome, from now on for ``patience`` seconds."""
+    def training_waits(self, usual: float, forming: float) -> None:
+        """Note that training waits for the outcome: until the loop's time ``usual``, and for
+        ``forming`` seconds in any case.
+        """
         self.needed.set()
-        self.until = min(self.until, asyncio.get_running_loop().time() + patience)
+        self.until = min(self.until, max(usual, asyncio.get_running_loop().time() + forming))
 
 
 @dataclass
@@ -287,7 +289,8 @@ class GroupExchange(ExchangeBase):
         self.evidence.begin(now, attempt.key.round)
         # Training keeps what it wakes, so that must not hold the payloads.
         wait = _WaitForGroup(now + self.time.collecting(fragment))
-        wakes = partial(wait.training_waits, self.time.patience(fragment))
+        usual = now + self.time.patience(fragment)
+        wakes = partial(wait.training_waits, usual, self.time.forming(fragment))
         attempt.commit.when_awaited(lambda: loop.call_soon_threadsafe(wakes))
         pending = _RoundState(attempt, now, wait)
         try:
@@ -295,6 +298,7 @@ class GroupExchange(ExchangeBase):
         except Exception as error:  # this node's own: it costs one round, never the training
             pending.attempt.caught("exchange", error)
         finally:
+            self._leader.ended(fragment, wait.needed)
             self.rounds.end(pending.attempt.key.round, pending.attempt.key.fragment)
             if attempt.commit.received is None:
                 self.evidence.missed()
