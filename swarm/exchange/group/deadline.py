@@ -38,11 +38,19 @@ class GroupDeadline(RoundTime):
         median, and the bytes each way of this node's own contribution: nobody's word.
         """
 
-    def collecting(self, fragment: int) -> float:
-        """Return the seconds for which a contribution may wait for its group. If training goes on
-        meanwhile, `patience` begins when training waits.
+    def waits_until_needed(self, fragment: int) -> bool:
+        """Return whether groups of ``fragment`` wait for the late until training needs the mean: it
+        goes on meanwhile, and its rounds are longer than the usual wait.
         """
-        return self.patience(fragment) + (OVERLAPPED_S if self.overlap else 0.0)
+        newest_s = self._periods.get(fragment, (0.0, 0.0))[1]
+        return self.overlap and newest_s > FORMING_S
+
+    def collecting(self, fragment: int) -> float:
+        """Return the seconds for which a contribution may wait for its group. Where groups wait
+        until training needs the mean, `patience` may begin later.
+        """
+        longer = OVERLAPPED_S if self.waits_until_needed(fragment) else 0.0
+        return self.patience(fragment) + longer
 
     def forming(self, fragment: int) -> float:
         """Return the seconds for which the first members of a group wait for the others, once

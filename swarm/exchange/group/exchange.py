@@ -298,7 +298,6 @@ class GroupExchange(ExchangeBase):
         except Exception as error:  # this node's own: it costs one round, never the training
             pending.attempt.caught("exchange", error)
         finally:
-            self._leader.ended(fragment, wait.needed)
             self.rounds.end(pending.attempt.key.round, pending.attempt.key.fragment)
             if attempt.commit.received is None:
                 self.evidence.missed()

@@ -24,7 +24,7 @@ import contextlib
 import itertools
 import logging
 from collections.abc import Callable, Coroutine, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from shoal.optim.exchange.common_mean import common_mean
@@ -336,8 +336,6 @@ class OwnContribution:
     """Its form, from which no member may differ."""
     needed: asyncio.Event
     """Set once this node's training waits for the outcome."""
-    is_over: bool = False
-    """Whether training has the outcome, or goes on without."""
 
 
 class GroupLeader:
@@ -376,12 +374,6 @@ class GroupLeader:
         training is there. ``needed``: set once its training waits for the outcome.
         """
         self._own[mine.fragment] = OwnContribution(mine, needed)
-
-    def ended(self, fragment: int, needed: asyncio.Event) -> None:
-        """Note that the round is over of the contribution that was announced with ``needed``."""
-        own = self._own.get(fragment)
-        if own is not None and own.needed is needed:
-            self._own[fragment] = replace(own, is_over=True)
 
     def needed(self, fragment: int) -> asyncio.Event:
         """Return the event that is set once this node's training waits for ``fragment``; it never
@@ -643,13 +635,13 @@ class GroupLeader:
             self.start(GroupCommit(self, key, group, alone=len(groups) == 1).run())
 
     def _is_early(self, round: int, fragment: int) -> bool:
-        """Return whether this node's own training goes on, and waits neither for this round nor for
-        another: it will come to this one, or need its outcome.
+        """Return whether this node's own training goes on without the outcome of the round, or has
+        not come to it.
         """
         own = self._own.get(fragment)
-        if not self.time.overlap or own is None or own.ready.round > round:
+        if not self.time.waits_until_needed(fragment) or own is None:
             return False
-        return not any(one.needed.is_set() and not one.is_over for one in self._own.values())
+        return own.ready.round < round or (own.ready.round == round and not own.needed.is_set())
 
     def _go_on_without(self, late: set[str], here: set[str], round: int) -> None:
         """Note that the wait of ``round`` for those who are ``late`` is over."""
