@@ -66,7 +66,8 @@ def built() -> Path:
         for name, text in ENTRY.items():
             (entry / name).write_text(text)
         shutil.copy(HERE / "standin.py", half)
-        (half / "_standin.so").symlink_to(library)
+        # Beside it, so that it is found by whatever path this environment is.
+        (half / "_standin.so").symlink_to(Path("..", library.name))
         try:
             half.rename(folder)
         except OSError:  # another process was faster
