@@ -261,7 +261,10 @@ class LightClient:
     async def _keep_connected(self, daemon: Daemon) -> None:
         now = asyncio.get_running_loop().time
         while True:
-            here = set(await asyncio.wait_for(daemon.peers(), ASK_S))
+            # Not `wait_for`, which swallows that it is cancelled where an answer has just come
+            # (Python 3.11): the loop would go on for ever.
+            async with asyncio.timeout(ASK_S):
+                here = set(await daemon.peers())
             self._note_connections(daemon, here)
             busy = here | self._dialling
             for peer in self._book.due(now(), busy)[: max(WANTED - len(busy), 0)]:
@@ -286,7 +289,8 @@ class LightClient:
         reached = False
         why = ""
         try:
-            await asyncio.wait_for(daemon.connect(peer, addresses), DIAL_S)
+            async with asyncio.timeout(DIAL_S):
+                await daemon.connect(peer, addresses)
             reached = True
         except PutOffError:
             log.debug("%s is not dialled: its host failed under other names", peer)
@@ -324,9 +328,9 @@ class LightClient:
             pause = min(2 * pause, CHANGE_S)
 
     async def _open(self, daemon: Daemon, peer: str, protocol: str) -> Stream:
-        return Stream(
-            peer, *await asyncio.wait_for(daemon.open(peer, protocol), ASK_S), self._traffic
-        )
+        async with asyncio.timeout(ASK_S):
+            ends = await daemon.open(peer, protocol)
+        return Stream(peer, *ends, self._traffic)
 
     async def _follow_settings(self, daemon: Daemon) -> None:
         """Have the swarm described, then ask one of the connected peers now and then for changes,
