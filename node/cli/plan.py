@@ -8,7 +8,6 @@ import click
 
 from shoal.node.cli.options import json_option, waiting
 from shoal.node.console import dumps
-from shoal.swarm.exchange.cost import UNEVEN_SHARE
 
 
 @click.command(short_help="Show which method and settings suit a link.")
@@ -29,8 +28,7 @@ from shoal.swarm.exchange.cost import UNEVEN_SHARE
 @click.option(
     "--uneven",
     is_flag=True,
-    help="Advise for machines of which the slowest has less than "
-    f"{UNEVEN_SHARE:g} of the mean speed.",
+    help="Advise for machines of which the slowest has less than 0.85 of the mean speed.",
 )
 @click.option("--public", is_flag=True, help="Advise for a swarm that strangers may join.")
 @click.option("--every", type=int, help="Inner steps in a round.  [default: the method's]")
