@@ -12,6 +12,7 @@ import difflib
 import logging
 import os
 import platform
+import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -41,12 +42,14 @@ from shoal.swarm.wire.record import State as DirectoryState
 
 if TYPE_CHECKING:
     from shoal.swarm.exchange.group.exchange import GroupExchange
+    from shoal.swarm.membership.directory import Directory
 
 EPOCH_S: float = Manifest.model_fields["epoch_s"].default
 PATIENCE_S = 600.0  # to wait for the start of the swarm, or for its weights
 # seconds without any other member in view after which a joiner has nobody left to begin with
 ALONE_S = 30.0
 LOOK_S = 0.2
+SEEN_S = 1.0  # twice as long as it takes those who wait for a start to look (directory_loops)
 REMIND_S = 10.0
 MAX_NAME_CHARS = 64  # characters
 NAME_ID_CHARS = 4  # of the peer id, in the name of a node that was given none
@@ -249,16 +252,26 @@ def until_started(
 ) -> Iterator[int]:
     """Yield how many peers are missing, every ``look_s`` seconds, until they are there or others
     train already, or ``stopped``.
+
+    Who comes last sees all others at once, and gives them ``SEEN_S`` seconds to see it too: in a
+    short run it would be gone before they look.
     """
     directory = membership.directory
     wanted = membership.manifest.start_when
+    if opt.round == 0 and 1 < wanted <= directory.size() and not _has_begun(directory):
+        directory.wait_for(sys.maxsize, SEEN_S, stopped)
     while opt.round == 0 and not stopped() and not directory.wait_for(wanted, look_s, stopped):
-        if any(
-            member.state == "training" and member.round > 0
-            for member in directory.members().values()
-        ):
+        if _has_begun(directory):
             return
         yield wanted - directory.size()
+
+
+def _has_begun(directory: Directory) -> bool:
+    """Return whether a member has trained, though it may have left since."""
+    return any(
+        member.state != "waiting" and member.step > 0
+        for member in (*directory.members().values(), *directory.departed().values())
+    )
 
 
 def begin(

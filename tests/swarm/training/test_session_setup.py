@@ -23,7 +23,14 @@ from shoal.swarm.training import session_setup
 from shoal.swarm.training.averaged_state import AveragedState
 from shoal.swarm.training.factories import make_exchange, make_screen
 from shoal.swarm.training.session import Session
-from shoal.swarm.training.session_setup import ALONE_S, LOOK_S, OWN_LOOP, PATIENCE_S, SessionError
+from shoal.swarm.training.session_setup import (
+    ALONE_S,
+    LOOK_S,
+    OWN_LOOP,
+    PATIENCE_S,
+    SEEN_S,
+    SessionError,
+)
 from shoal.swarm.training.shard import Shard, least_used, settled
 
 ME, CREATOR = "me", "creator"
@@ -37,6 +44,10 @@ def test_long_list_of_tensors_can_be_joined():
         session_setup.new_swarm(identity, params, seed=0, outer={"fragments": 2}, name="many")
     )
     assert (made.outer.fragments, made.fragment_of) == (2, (0, 1) * 20)
+
+
+def record(state, step=0):
+    return SimpleNamespace(state=state, step=step)
 
 
 class Swarm:
@@ -58,13 +69,11 @@ class Swarm:
             raise NetworkError("nothing is served")
 
     def members(self):
-        creator = (
-            {CREATOR: SimpleNamespace(state="waiting", round=0)} if self.now < self.until else {}
-        )
-        return creator | {ME: SimpleNamespace(state="waiting", round=0)}
+        creator = {CREATOR: record("waiting")} if self.now < self.until else {}
+        return creator | {ME: record("waiting")}
 
     def departed(self):
-        return {CREATOR: None} if self.said and self.now >= self.until else {}
+        return {CREATOR: record("leaving")} if self.said and self.now >= self.until else {}
 
     def size(self):
         return 1
@@ -111,6 +120,53 @@ def test_who_creates_a_swarm_waits_alone(monkeypatch):
     sentence, at = Swarm(monkeypatch, 0.0).ends("start", first=True)
     assert sentence.startswith("Only 1 of 2 peers came within 600 s")
     assert at == pytest.approx(PATIENCE_S, abs=2 * LOOK_S)
+
+
+class Starting(Swarm):
+    """A swarm of two with the records ``others``."""
+
+    def __init__(self, monkeypatch, *others):
+        super().__init__(monkeypatch, 0.0)
+        self.others = others
+
+    def members(self):
+        present = [other for other in self.others if other.state != "leaving"]
+        return dict(enumerate([record("waiting"), *present]))
+
+    def departed(self):
+        return dict(enumerate(other for other in self.others if other.state == "leaving"))
+
+    def size(self):
+        return len(self.members())
+
+    def wait_for(self, count, seconds, should_stop=None):
+        if self.size() >= count:
+            return True
+        self.now += seconds
+        return False
+
+    def begins_at(self):
+        opt = SimpleNamespace(round=0)
+        waits = session_setup.until_started(self, opt, LOOK_S)
+        return self.now if next(waits, None) is None else None
+
+
+@pytest.mark.parametrize(
+    ("others", "at"),
+    [
+        ([record("waiting")], SEEN_S),
+        ([record("training", step=1)], 0.0),
+        ([record("leaving", step=6)], LOOK_S),
+        ([record("leaving")], None),
+        ([], None),
+    ],
+    ids=["comes-last", "trains", "trained-and-left", "left-untrained", "alone"],
+)
+def test_start_is_seen_by_all(monkeypatch, others, at):
+    """Fault: who came last trained .1 s and left before the creator, who then waited for ever,
+    looked.
+    """
+    assert Starting(monkeypatch, *others).begins_at() == at
 
 
 PEERS = [f"peer-{number:02}" for number in range(12)]
