@@ -49,7 +49,7 @@ PATIENCE_S = 600.0  # to wait for the start of the swarm, or for its weights
 # seconds without any other member in view after which a joiner has nobody left to begin with
 ALONE_S = 30.0
 LOOK_S = 0.2
-SEEN_S = 1.0  # twice as long as it takes those who wait for a start to look (directory_loops)
+SEEN_S = 0.5  # in which all who wait for a start look once (directory_loops.HASTE_S)
 REMIND_S = 10.0
 MAX_NAME_CHARS = 64  # characters
 NAME_ID_CHARS = 4  # of the peer id, in the name of a node that was given none
@@ -258,12 +258,14 @@ def until_started(
     """
     directory = membership.directory
     wanted = membership.manifest.start_when
-    if opt.round == 0 and 1 < wanted <= directory.size() and not _has_begun(directory):
-        directory.wait_for(sys.maxsize, SEEN_S, stopped)
+    seen_at = time.monotonic() + SEEN_S
     while opt.round == 0 and not stopped() and not directory.wait_for(wanted, look_s, stopped):
         if _has_begun(directory):
             return
         yield wanted - directory.size()
+    left_s = seen_at - time.monotonic()
+    if opt.round == 0 and wanted > 1 and left_s > 0 and not _has_begun(directory):
+        directory.wait_for(sys.maxsize, left_s, stopped)
 
 
 def _has_begun(directory: Directory) -> bool:

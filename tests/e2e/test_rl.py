@@ -27,7 +27,7 @@ def test_two_nodes_learn_from_each_others_rollouts(shoal):
         "--peers",
         "2",
         "--rounds",
-        "40",
+        "300",
         "--option",
         "families=last",
         *QUICK,
@@ -42,16 +42,16 @@ def test_two_nodes_learn_from_each_others_rollouts(shoal):
     report = demo.json(150)
     assert (report["peers"], report["rounds"], report["method"], report["held_out"]) == (
         2,
-        40,
+        300,
         "none",
         100,
     )
     assert [node["policy"] for node in report["nodes"]] == ["tiny:copy:60", "tiny:first:60"]
-    assert (report["sent"], report["unsent"]) == (2 * 2 * 40, 0)
+    assert (report["sent"], report["unsent"]) == (2 * 2 * 300, 0)
     assert report["used"] > 0
     assert report["received"] > 0
     assert report["bytes_sent"] > report["sent"] * 200
-    assert 0 < report["cumulative_reward"] < 40
+    assert 0 < report["cumulative_reward"] < 300
     for node in report["nodes"]:
         assert 0 <= node["first_reward"] <= 1
         assert 0 <= node["final_reward"] <= 1
@@ -67,7 +67,7 @@ def test_two_nodes_learn_from_each_others_rollouts(shoal):
         }
         assert not any(node["rejected"][reason] for reason in network)
     seen = [event for event in rounds(shoal, "kept/peer-0") if event["event"] == "rl"]
-    assert [event["round"] for event in seen] == list(range(40))
+    assert [event["round"] for event in seen] == list(range(300))
     assert {event["own"] for event in seen} == {2}
     assert shoal.left() == []
 

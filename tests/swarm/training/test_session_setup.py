@@ -128,6 +128,7 @@ class Starting(Swarm):
     def __init__(self, monkeypatch, *others):
         super().__init__(monkeypatch, 0.0)
         self.others = others
+        self.waits = 0
 
     def members(self):
         present = [other for other in self.others if other.state != "leaving"]
@@ -137,9 +138,10 @@ class Starting(Swarm):
         return dict(enumerate(other for other in self.others if other.state == "leaving"))
 
     def size(self):
-        return len(self.members())
+        return len(self.members()) if self.waits else 1
 
     def wait_for(self, count, seconds, should_stop=None):
+        self.waits += 1  # a node that has just come sees itself alone until it has read
         if self.size() >= count:
             return True
         self.now += seconds
