@@ -44,7 +44,7 @@ LONGER_ROUNDS = {
 """What rounds cost that are longer than a recommended one, by method."""
 AVERAGES_BACK = {
     "e3m0+ef": "averages back in 4 bits cost 0.1 % of loss at most (one seed)",
-    "sign+ef": "averages back in one bit cost 0.7 to 2.0 % of loss (one seed)",
+    "sign+ef": "averages back in one bit cost 0.6 to 2.0 % of loss (one seed)",
 }
 """What averages that come back in few bits cost, by their codec."""
 
