@@ -263,9 +263,8 @@ def until_started(
         if _has_begun(directory):
             return
         yield wanted - directory.size()
-    left_s = seen_at - time.monotonic()
-    if opt.round == 0 and wanted > 1 and left_s > 0 and not _has_begun(directory):
-        directory.wait_for(sys.maxsize, left_s, stopped)
+    if opt.round == 0 and wanted > 1 and not _has_begun(directory):
+        directory.wait_for(sys.maxsize, seen_at - time.monotonic(), stopped)
 
 
 def _has_begun(directory: Directory) -> bool:
