@@ -27,7 +27,7 @@ from shoal.node.plan.advice import (
     recommended,
 )
 from shoal.node.plan.rows import ModelTensors
-from shoal.swarm.exchange.cost import Line
+from shoal.swarm.exchange.cost import UNEVEN_SHARE, Line
 from shoal.swarm.figures import amount
 
 RECORD = Path(__file__).resolve().parents[3] / "bench" / "results" / "table.jsonl"
@@ -231,6 +231,12 @@ def test_the_reasons_are_what_was_measured():
     assert f"pairs {pairs} %" in FEW
     assert f"{waiting_8} % above" in SEVERAL
     assert f"pairs {pairs_8} %" in SEVERAL
+
+
+def test_help_states_when_machines_are_uneven():
+    """A number of its own, for importing the other one makes every help slower."""
+    said = " ".join(CliRunner().invoke(cli, ["plan", "--help"]).output.split())
+    assert f"less than {UNEVEN_SHARE:g} of the mean speed" in said
 
 
 def test_averages_back_cost_what_was_measured():
