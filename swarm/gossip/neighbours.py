@@ -260,7 +260,7 @@ class Neighbours:
         """Offer to a member what was pushed lately."""
         if not neighbour.is_drawn and not self._is_member(neighbour.peer):
             return
-        for envelope in self._recent.since_last(neighbour.peer):
+        for envelope in self._recent.since_last(neighbour.peer, is_drawn=neighbour.is_drawn):
             neighbour.offer(envelope)
 
     async def _keep(self, neighbour: Neighbour) -> None:

@@ -14,7 +14,7 @@ MAX_ENVELOPES = 64
 MAX_BYTES = 1 << 20
 MAX_AGE_S = 15.0
 MAX_PEERS = 4096
-"""Peers of which is remembered until when they have all."""
+"""Peers of which is remembered until when they have all, in each direction."""
 
 
 class Envelope(NamedTuple):
@@ -32,8 +32,8 @@ class RecentEnvelopes:
         self._clock = clock
         self._kept: deque[tuple[float, Envelope]] = deque()
         self._nbytes = 0
-        self._caught_up = Newest[str, float](MAX_PEERS)
-        """Peer -> when it was given the recent ones."""
+        self._caught_up = Newest[tuple[str, bool], float](2 * MAX_PEERS)
+        """Peer, and whether this node opened the stream -> when it was given the recent ones."""
 
     def add(self, envelope: Envelope) -> None:
         now = self._clock()
@@ -47,13 +47,17 @@ class RecentEnvelopes:
             _, old = self._kept.popleft()
             self._nbytes -= len(old.data)
 
-    def since_last(self, peer: str) -> Iterator[Envelope]:
+    def since_last(self, peer: str, *, is_drawn: bool) -> Iterator[Envelope]:
         """Yield what was added since this was called for ``peer`` last: who opens one stream after
         the other gets each once.
+
+        ``is_drawn``: this node opened the stream. Each direction counts by itself: of two streams
+        that were opened at once one is given up, perhaps unread, and the other must have all.
         """
         now = self._clock()
-        oldest = max(now - MAX_AGE_S, self._caught_up.get(peer, now - MAX_AGE_S))
-        self._caught_up[peer] = now
+        key = peer, is_drawn
+        oldest = max(now - MAX_AGE_S, self._caught_up.get(key, now - MAX_AGE_S))
+        self._caught_up[key] = now
         for when, envelope in self._kept:
             if when >= oldest:
                 yield envelope

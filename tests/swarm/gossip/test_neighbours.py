@@ -6,6 +6,7 @@ import contextlib
 
 import pytest
 
+from shoal.swarm.errors import NetworkError
 from shoal.swarm.gossip import neighbour_faults
 from shoal.swarm.gossip import neighbours as module
 from shoal.swarm.gossip.frames import GossipTopics, frame_of, greet
@@ -171,6 +172,64 @@ def test_a_new_neighbour_gets_what_was_said_lately(start):
     swarm.run(5.0)
     assert late.got[said] == 1
     assert sum(late.got.values()) == 1
+
+
+def test_what_was_said_before_two_dialled_each_other_at_once_arrives(start):
+    """The fault: the stream that was given up, unread, had what was said lately; the one that
+    stayed did not get it.
+    """
+    swarm = start(2, views={0: set(), 1: set()})
+    first, second = swarm.all
+    said = [each.publish() for each in swarm.all]
+    swarm.run(1.0)
+    swarm.hidden.clear()
+    swarm.run(5.0)
+    assert first.got == {said[1]: 1}
+    assert second.got == {said[0]: 1}
+
+
+def test_who_opens_one_stream_after_the_other_gets_each_record_once(start):
+    swarm = start(2)
+    middle, _ = swarm.all
+    caller = GossipPeer(swarm, "caller")
+    swarm.hidden = {each.peer: {caller.peer} for each in swarm.all}
+    caller.gossip.close()
+    middle.publish()
+    received = []
+
+    async def call():
+        for _ in range(3):
+            stream = await caller.host.open(middle.peer, GOSSIP_PROTOCOL, timeout=10.0)
+            await greet(stream, GossipTopics(swarm=SWARM, topics=("note/1",)))
+            while True:
+                try:
+                    frame = await stream.receive(MAX_MESSAGE, 2.0)
+                except NetworkError:
+                    break
+                if frame[0] == 0:
+                    received.append(frame)
+            stream.close()
+
+    caller.host.start(call())
+    swarm.run(10.0)
+    assert len(received) == 1
+
+
+def test_its_own_record_that_comes_back_is_nothing_new(start):
+    swarm = start(3, views=LINE)
+    author, middle, _ = swarm.all
+    author.publish()
+    swarm.run(1.0)
+    (envelope,) = author.gossip.neighbours._recent.since_last("nobody", is_drawn=True)
+
+    async def back():
+        await middle.linked[author.peer].stream.send(frame_of(0, envelope.data), 10.0)
+
+    middle.host.start(back())
+    swarm.run(1.0)
+    assert author.topic.counts["received"] == 0
+    assert author.topic.counts["rejected"] == {}
+    assert middle.linked[author.peer].had[envelope.digest]
 
 
 def test_members_that_come_and_go_stay_one_graph(start):
