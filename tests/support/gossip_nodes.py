@@ -14,6 +14,7 @@ from shoal.swarm.identity import Identity
 from shoal.swarm.manifest import swarm_id
 from shoal.swarm.p2p.host import Host
 from shoal.swarm.topics.rollout import Rollout
+from tests.support.waiting import until
 
 SWARM = swarm_id(b"")
 
@@ -97,11 +98,28 @@ class Node:
         self.host.close()
 
 
+def are_linked(node, other):
+    """Whether one stream leads from one to the other, and no second one is being opened: of two
+    that were opened at once one is given up, and frames that were sent over it are lost.
+    """
+    opened = []
+    for here, there in ((node, other), (other, node)):
+        neighbours, peer = here.gossip.neighbours, there.identity.peer_id
+        linked = neighbours._linked.get(peer)
+        if linked is None or linked.is_drawn != (peer in neighbours._dialling):
+            return False
+        opened.append(linked.is_drawn)
+    return opened[0] != opened[1]
+
+
 @contextlib.contextmanager
 def two(make, **second):
-    """Make two nodes, of which the second, made with these options, knows the first."""
+    """Make two nodes, of which the second, made with these options, knows the first; and wait until
+    they are neighbours.
+    """
     with (
         contextlib.closing(make()) as first,
         contextlib.closing(make(first.host.addresses(), **second)) as other,
     ):
+        until(lambda: are_linked(first, other))
         yield first, other

@@ -4,6 +4,7 @@ daemon was killed.
 
 import functools
 import hashlib
+import itertools
 import os
 import signal
 import zlib
@@ -52,11 +53,12 @@ class Node(nodes.Node):
         return self.topic.counters.events().get("received", 0)
 
 
-def meet(nodes):
-    """Wait until each knows that all others listen."""
-    for node in nodes:
-        others = {other.identity.peer_id for other in nodes if other is not node}
-        until(lambda node=node, others=others: others <= set(node.topic.listeners()))
+def meet(all_of_them):
+    """Wait until each knows that all others listen, over a stream that stays."""
+    for node, other in itertools.permutations(all_of_them, 2):
+        peer = other.identity.peer_id
+        until(lambda node=node, other=other: nodes.are_linked(node, other))
+        until(lambda node=node, peer=peer: peer in node.topic.listeners())
 
 
 @pytest.fixture
@@ -129,7 +131,7 @@ def test_everybody_receives_what_the_others_publish_once(four):
 def test_a_record_that_is_published_again_is_taken_once(four):
     first, second, *others = four
     record = first.record()
-    first.publish_raw(first.seal(record))
+    first.topic.publish(record)
     for node in (second, *others):
         until(lambda node=node: node.got)
     second.publish_raw(repacked(record, first.identity))  # other bytes, the same record
