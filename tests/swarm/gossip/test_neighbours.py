@@ -174,7 +174,7 @@ def test_a_new_neighbour_gets_what_was_said_lately(start):
     assert sum(late.got.values()) == 1
 
 
-def test_what_was_said_before_two_dialled_each_other_at_once_arrives(start):
+def test_streams_that_cross_lose_no_record(start):
     """The fault: the stream that was given up, unread, had what was said lately; the one that
     stayed did not get it.
     """
@@ -188,7 +188,7 @@ def test_what_was_said_before_two_dialled_each_other_at_once_arrives(start):
     assert second.got == {said[0]: 1}
 
 
-def test_who_opens_one_stream_after_the_other_gets_each_record_once(start):
+def test_who_calls_again_gets_each_record_once(start):
     swarm = start(2)
     middle, _ = swarm.all
     caller = GossipPeer(swarm, "caller")
