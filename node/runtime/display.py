@@ -262,7 +262,7 @@ class Activity:
         self._thread: threading.Thread | None = None
         self.progress: Callable[[], tuple[int, int]] = lambda: (0, 0)
         """Returns the inner steps done and the bytes moved so far, once there is a trainer and a
-        host.
+        host. Gossip is none of them: a node that hangs still sends statuses.
         """
         self.on_change: Callable[[str], None] = lambda doing: None
         """Called with the name of each new activity."""

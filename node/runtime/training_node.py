@@ -273,7 +273,7 @@ class TrainingNode:
         model = model_digest(trainer.params)
         own = self._own_run()
         traffic = host.traffic
-        self._activity.progress = lambda: (opt.steps, traffic.sent + traffic.received)
+        self._activity.progress = lambda: (opt.steps, traffic.beside_gossip())
         with self._activity.doing("fetching the swarm's weights", bounded=True):
             state = self._swarm_state(
                 model, came_from_elsewhere=self._saved is not None and own is None

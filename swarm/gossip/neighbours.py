@@ -209,6 +209,7 @@ class Neighbours:
                 peer, GOSSIP_PROTOCOL, addresses=addresses, timeout=OPEN_S
             )
             try:
+                stream.is_gossip = True
                 theirs = await greet(stream, self._own)
                 neighbour = Neighbour(stream, theirs, is_drawn=True)
                 if self._link(neighbour):
@@ -223,6 +224,7 @@ class Neighbours:
             self._host.internal_errors.caught("gossip", error)
 
     async def _answer(self, stream: Stream) -> None:
+        stream.is_gossip = True
         theirs = await greeted(stream, self._own.swarm)
         is_member = self._is_member(stream.peer_id)
         places = self._accepted if is_member else self._readers

@@ -61,6 +61,8 @@ class Stream:
         """
         self.partner = False
         """Whether this node has exchanged with the peer, which opened it."""
+        self.is_gossip = False
+        """Whether its bytes also count as gossip's from now on."""
         self.sent = 0
         self.received = 0
         self._reader = reader
@@ -100,12 +102,16 @@ class Stream:
         """
         self.sent += nbytes
         self._traffic.sent += nbytes
+        if self.is_gossip:
+            self._traffic.gossip_sent += nbytes
         if self._traffic.upload is not None:
             self._traffic.upload.spend(nbytes)
 
     def _count_received(self, nbytes: int) -> None:
         self.received += nbytes
         self._traffic.received += nbytes
+        if self.is_gossip:
+            self._traffic.gossip_received += nbytes
 
     async def receive(self, limit: int, timeout: float) -> bytes:
         """Receive the next message, at most ``limit`` bytes, within ``timeout`` seconds.

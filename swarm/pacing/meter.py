@@ -38,7 +38,18 @@ class TrafficMeter:
     ``clock``: seconds.
     """
 
-    __slots__ = ("_bulk", "_clock", "_periods", "pacer", "received", "routes", "sent", "upload")
+    __slots__ = (
+        "_bulk",
+        "_clock",
+        "_periods",
+        "gossip_received",
+        "gossip_sent",
+        "pacer",
+        "received",
+        "routes",
+        "sent",
+        "upload",
+    )
 
     def __init__(
         self,
@@ -48,12 +59,19 @@ class TrafficMeter:
     ) -> None:
         self.sent = 0
         self.received = 0
+        self.gossip_sent = 0
+        """Those of ``sent`` on streams of gossip: they go on while nothing else does."""
+        self.gossip_received = 0
         self.upload = upload
         self.pacer = pacer
         self.routes = Routes()
         self._clock = clock
         self._bulk = 0  # sends of bulk under way
         self._periods: deque[_BulkPeriod] = deque(maxlen=BULK_PERIODS_KEPT)
+
+    def beside_gossip(self) -> int:
+        """Return the bytes that were sent and received on all streams but those of gossip."""
+        return self.sent - self.gossip_sent + self.received - self.gossip_received
 
     def forget(self, peer: str) -> None:
         """Note that ``peer``, or this machine, is in another network: what was measured between

@@ -30,6 +30,7 @@ from shoal.swarm.access.link import Link
 from shoal.swarm.exchange.contribution import model_digest
 from shoal.swarm.identity import Identity
 from shoal.swarm.manifest import open_manifest
+from shoal.swarm.pacing.meter import TrafficMeter
 from shoal.swarm.settings.training import TrainSettings
 from shoal.swarm.settings.verification import Terms
 from shoal.swarm.state.query import ModelDiffersError
@@ -315,7 +316,14 @@ def test_the_same_task_may_lie_elsewhere():
 
 
 def test_newcomer_picks_its_shard_after_the_weights(monkeypatch):
-    """A newcomer looks who holds which shard after it has taken over the weights."""
+    """A newcomer looks who holds which shard after it has taken over the weights.
+
+    Its progress is steps, and bytes without gossip. The fault: a node that hung counted as alive,
+    because it sent statuses.
+    """
+    traffic = TrafficMeter()
+    traffic.sent, traffic.gossip_sent = 500, 400
+    traffic.received, traffic.gossip_received = 70, 40
     view = {}  # of the directory, which another newcomer enters while this one downloads
 
     def download(*_, **__):
@@ -339,7 +347,7 @@ def test_newcomer_picks_its_shard_after_the_weights(monkeypatch):
     node._swarm_state, node._own_run = download, lambda: None
     directory = SimpleNamespace(refresh=lambda seconds: None, members=lambda: dict(view))
     node.membership = SimpleNamespace(
-        host=SimpleNamespace(traffic=None, peer_id=ME.peer_id),
+        host=SimpleNamespace(traffic=traffic, peer_id=ME.peer_id),
         directory=directory,
         manifest=manifest(),
         swarm="a" * 52,
@@ -352,10 +360,12 @@ def test_newcomer_picks_its_shard_after_the_weights(monkeypatch):
         "choose_shard",
         lambda *given: dealt.append((len(given[2]), choose_shard(*given))),
     )
-    node.trainer = SimpleNamespace(whole=SimpleNamespace(fragments=1, lag=0), params=[], task=None)
+    whole = SimpleNamespace(fragments=1, lag=0, steps=9)
+    node.trainer = SimpleNamespace(whole=whole, params=[], task=None)
     with pytest.raises(Dealt):
         node._build(None)
     assert dealt == [(3, Shard(3, 4, 5))]
+    assert node._activity.progress() == (9, 100 + 30)
 
 
 def test_least_used_shard_is_the_default():

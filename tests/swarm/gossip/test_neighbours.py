@@ -47,6 +47,20 @@ def test_a_record_reaches_all_of_thirty_once(start):
     assert sent < 6.5 * 30 * (envelope + 8), "to each neighbour once, at most"
 
 
+def test_gossip_is_counted_as_such_at_both_ends(start):
+    """Mutants: the end that opened the stream, or the one that answered, counts it as other bytes;
+    what comes in is counted as other bytes.
+    """
+    swarm = start(3)
+    swarm.all[0].publish()
+    swarm.run(1.0)
+    for each in swarm.all:
+        traffic = each.host.traffic
+        assert traffic.gossip_sent == traffic.sent > 0
+        assert traffic.gossip_received == traffic.received > 0
+        assert traffic.beside_gossip() == 0
+
+
 def test_what_is_forged_is_not_passed_on(start):
     swarm = start(3, views=LINE)
     liar, middle, far = swarm.all

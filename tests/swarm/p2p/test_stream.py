@@ -141,6 +141,7 @@ async def test_swap_both_ways_then_messages_again(left, right):
         framing = 4 + 5 + 4
         assert a._traffic.sent == b._traffic.received == framing + left + 180_000
         assert b._traffic.sent == a._traffic.received == framing + right + 6
+        assert a._traffic.beside_gossip() == a._traffic.sent + a._traffic.received
 
 
 async def test_many_swaps_on_one_stream():
