@@ -187,9 +187,8 @@ def report(
         "received": total("received"),
         "used": total("used"),
         "rejected": dict(rejected),
-        "bytes_sent": total("bytes_sent") + sum(result["link"]["bytes_sent"] for result in results),
-        "bytes_received": total("bytes_received")
-        + sum(result["link"]["bytes_received"] for result in results),
+        "bytes_sent": sum(result["link"]["bytes_sent"] for result in results),
+        "bytes_received": sum(result["link"]["bytes_received"] for result in results),
         "failed": sum(result["exchanges"]["failed"] for result in results),
         "internal_errors": internal_errors(results),
         "trained_alone": alone(results, foreign=foreign),

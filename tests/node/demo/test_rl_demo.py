@@ -34,6 +34,14 @@ def status(monkeypatch, found):
     return shown.return_value, shown.stdout
 
 
+def test_rollouts_are_bytes_of_the_link_already():
+    """The fault: what a node gossips was added to what its streams sent, gossip's among them."""
+    one = ended("peer-0", link={"bytes_sent": 70, "bytes_received": 50})
+    one["rl"].update(bytes_sent=30, bytes_received=20)
+    found = report([one, one], 9.0, foreign=True)
+    assert (found["bytes_sent"], found["bytes_received"]) == (140, 100)
+
+
 @pytest.mark.parametrize(
     ("nodes", "foreign", "said"),
     [
