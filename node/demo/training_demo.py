@@ -204,6 +204,7 @@ def report(
         "internal_errors": internal_errors(results),
         "trained_alone": [result["trained_alone"] for result in results if result["trained_alone"]],
         "bytes_sent": sum(link["bytes_sent"] for link in links),
+        "gossip_sent": sum(result["gossip_sent"] for result in results),
         "bytes_received": sum(link["bytes_received"] for link in links),
         "wait_s": mean(one["wait_s"] for one in exchanges),
         "wall_s": mean(result["wall_s"] for result in results),

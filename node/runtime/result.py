@@ -52,6 +52,9 @@ class Result(NodeRecord):
     line and ``newest_at`` (Unix seconds). Their tracebacks are in node.log."""
     trained_alone: str = ""
     """The reason in a sentence, if nothing was ever exchanged though others were there."""
+    gossip_sent: int = 0
+    """Bytes of ``link.bytes_sent`` on streams of gossip: statuses, receipts, rollouts. A status is
+    sent as time passes, however long an exchange takes."""
     refused: dict[str, int] = Field(default_factory=dict)
     """Refused streams, calls and gossiped records of others, by reason (``Membership.refused``)."""
     task: dict[str, int | float] = Field(default_factory=dict)

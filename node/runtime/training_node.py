@@ -581,6 +581,7 @@ class TrainingNode:
                 self._compare()
                 result.interrupted = self._stopping()
         result.take(self.member.record())
+        result.gossip_sent = self.membership.host.traffic.gossip_sent
         if self.sharing is not None:
             result.rl = self.sharing.report(result.loss.held_out_first, last)
         if self.verification is not None:

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from shoal.node.checkpoint import store
 from shoal.node.tasks.loader import load_task
+from shoal.swarm.topics.status import GAP_S, RECEIPTS_S
 
 FIELDS = {
     "peers",
@@ -23,6 +24,7 @@ FIELDS = {
     "exchanges",
     "pairs_none",
     "bytes_sent",
+    "gossip_sent",
     "bytes_received",
     "wait_s",
     "wall_s",
@@ -32,6 +34,16 @@ FIELDS = {
     "seconds",
 }
 FAILING = f"{Path(__file__).with_name('failing_trial_task.py')}:Failing"
+EXCHANGE_BYTES = 700
+"""Of an exchange beside its payload, that a node sends at most: of four nodes on text 570."""
+MEMBERSHIP_BYTES_PER_S = 250
+"""Of a node to be among the members, at most: records of all, once a minute; of four nodes 120."""
+START_BYTES = 20_000
+"""Of a node to join, and to make the last average, beside the weights, at most."""
+RECORDS_PER_S = 1 / GAP_S + 1 / RECEIPTS_S
+"""Of gossip of a node, at most."""
+RECORD_BYTES = 1_500
+"""Of a status, which has the last six rounds, on average at most: of four nodes 1,250."""
 TEACHER = f"{Path(__file__).parents[2] / 'examples' / 'custom_model.py'}:Teacher"
 
 
@@ -46,9 +58,16 @@ def checked(report, peers, rounds, every, bytes_a_value=17 / 32):
     # each block of 64. In the last average it is float32: to all others, or all-reduced by four.
     at_end = 2 * (peers - 1) / peers if peers >= 4 else peers - 1
     payload = report["params"] * peers * (bytes_a_value * rounds + 4 * at_end)
-    most = payload * 1.05 + report["params"] * peers * bytes_a_value + 10_000 * peers * rounds
-    assert payload < report["bytes_sent"] < most
-    assert payload < report["bytes_received"] < most
+    last_steps = report["params"] * peers * bytes_a_value
+    seconds = report["start_s"] + report["wall_s"]
+    headers = peers * (exchanges * EXCHANGE_BYTES + seconds * MEMBERSHIP_BYTES_PER_S + START_BYTES)
+    sent = report["bytes_sent"] - report["gossip_sent"]
+    assert payload < sent < payload + last_steps + headers
+    # Gossip goes by the time: a record of a node reaches each other from all that have it, at most.
+    records = peers * seconds * RECORDS_PER_S
+    assert 0 < report["gossip_sent"] < records * (peers - 1) ** 2 * RECORD_BYTES
+    # Among themselves: what one sends another receives, but for what is under way at the end.
+    assert report["bytes_received"] == pytest.approx(report["bytes_sent"], rel=0.01)
     assert len(report["spread"]) == rounds
     assert all(0 <= spread < 1 for spread in report["spread"])
     assert 0 <= report["wait_s"] < report["wall_s"] < report["seconds"]
@@ -225,7 +244,7 @@ def test_other_method_ends_with_one_model(shoal):
     assert report["ended"]["members"] == 2
     assert (
         report["params"] * (4 * 1 + 4) * 2
-        < report["bytes_sent"]
+        < report["bytes_sent"] - report["gossip_sent"]
         < report["params"] * (5 * 1.1 + 4) * 2 + 15 * 20_000
     )
     kept = shoal.home / "kept"

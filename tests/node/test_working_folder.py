@@ -280,6 +280,7 @@ def test_demo_reports_without_evaluations():
         "internal_errors": {},
         "trained_alone": False,
         "last_average": None,
+        "gossip_sent": 3,
     }
 
     def with_losses(**losses):
@@ -287,6 +288,7 @@ def test_demo_reports_without_evaluations():
 
     report = training_demo.report([one, with_losses(held_out_first=1.0)], [], [], 0.5, 1.0)
     assert (report["loss_first"], report["loss_last"]) == (None, 2.0)
+    assert report["gossip_sent"] == 6
     assert "held-out loss: not known" in training_demo.summary(report)
     unknown = with_losses(held_out_first=3.0, held_out_alone=None)
     alone_unknown = training_demo.report([unknown], [], [], 0.5, 1.0)
