@@ -33,6 +33,13 @@ from shoal.node.exit_code import ExitCode
     help="Peers killed and replaced per minute.",
 )
 @click.option(
+    "--naps",
+    metavar="K/min",
+    default="0/min",
+    show_default=True,
+    help="Peers stopped for 1 to 8 seconds per minute.",
+)
+@click.option(
     "--minutes",
     type=click.FloatRange(0, 10_000, min_open=True),
     help="Virtual minutes.  [default: 2, for several sizes 0.5]",

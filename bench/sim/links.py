@@ -37,12 +37,12 @@ def parse_net(text: str) -> Links:
     return Links(delay / 1000, jitter / 1000, mbit * BYTES_OF_MBIT, shared=True)
 
 
-def parse_churn(text: str) -> float:
-    """Return the kills a minute of ``2/min`` or ``0.5``. ConfigError."""
+def parse_rate(text: str) -> float:
+    """Return the kills, or naps, a minute of ``2/min`` or ``0.5``. ConfigError."""
     found = re.fullmatch(r"([0-9]{1,6}(?:\.[0-9]{1,6})?)(?:/min)?", text)
     if found is None:
         raise ConfigError(
-            f"The churn {text[:40]!r} is no number of kills a minute: write it so, such as 2/min."
+            f"{text[:40]!r} is no number of kills or naps a minute: write it so, such as 2/min."
         )
     return float(found[1])
 

@@ -68,6 +68,10 @@ class SimPeer:
         self.model, self.swarm = model_digest(params), world.swarm
         self.together = 0
         """Exchanges that others were in."""
+        self.trained_from = math.inf
+        """Virtual time of its first step."""
+        self.napped_s = 0.0
+        """Virtual seconds for which it was stopped since then."""
         self._waited, self._announced_round = 0.0, -1
         self.directory = SimDirectory(
             world.board,
@@ -171,6 +175,7 @@ class SimPeer:
 
     async def _train(self) -> None:
         opt, steps = self.opt, self.world.plan.steps
+        self.trained_from = self.world.network.loop.time()
         while not steps or opt.steps < steps:
             many = self._at_once()
             await asyncio.sleep(many * self.step_s * self.chance.uniform(0.9, 1.1))

@@ -16,7 +16,8 @@ from tests.sim.network import Links, SimNetwork
 class SimPlan:
     """The plan of a simulation.
 
-    ``churn``: kills a minute; ``minutes``: virtual; ``uneven``: deviation of the log of step times.
+    ``churn``, ``naps``: kills, and peers stopped for seconds, a minute; ``minutes``: virtual;
+    ``uneven``: deviation of the log of step times.
 
     ``warm_up``: of the minutes, the first, whose costs do not count.
     """
@@ -25,6 +26,7 @@ class SimPlan:
     links: Links
     outer: OuterSettings
     churn: float = 0.0
+    naps: float = 0.0
     minutes: float = 2.0
     seed: int = 0
     steps: int = 0

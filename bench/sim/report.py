@@ -15,7 +15,7 @@ from rich.console import Group
 from rich.table import Table
 
 from bench.sim.growth import COSTS, growth, hops
-from bench.sim.links import parse_churn, parse_net, parse_sizes
+from bench.sim.links import parse_net, parse_rate, parse_sizes
 from bench.sim.mixing import mixing
 from bench.sim.plan import SimPlan
 from bench.sim.toy_task import LAYERS
@@ -42,6 +42,7 @@ def run_sim(
     peers: int | str = 16,
     net: str = "wan",
     churn: str = "0",
+    naps: str = "0",
     minutes: float | None = None,
     warm_up: float = 0.0,
     seed: int | None = None,
@@ -73,7 +74,8 @@ def run_sim(
             size,
             parse_net(net),
             settings.outer.resolved(),
-            parse_churn(churn),
+            parse_rate(churn),
+            parse_rate(naps),
             minutes,
             settings.train.seed,
             settings.train.steps,
@@ -133,8 +135,9 @@ def report(plan: SimPlan, net: str, result: SimResult) -> dict[str, Any]:
     included; ``control_...``: of them messages (offers, confirms and so on). ``directory_...``: of
     records read and stored; ``_calls_``: keys, ``_requests_``: those of the DHT for them, as
     modelled. ``wait_...``: seconds that training stood still for an exchange, or for all of a
-    round; ``waiting``: share of the peers' time. ``loss_first``, ``loss_last``: of the mean of all
-    slow weights; ``loss_own``: the mean of each one's. ``spread``: root-mean-square distance
+    round; ``waiting``: share of the peers' time; ``kept``: inner steps, of those for which peers
+    had time while they trained and were not stopped. ``loss_first``, ``loss_last``: of the mean of
+    all slow weights; ``loss_own``: the mean of each one's. ``spread``: root-mean-square distance
     between the peers' slow weights and their mean, over their root-mean-square norm. ``failures``:
     by kind, among the last 64 exchanges of each peer that is left.
     """
@@ -151,6 +154,7 @@ def report(plan: SimPlan, net: str, result: SimResult) -> dict[str, Any]:
         "peers": plan.peers,
         "net": net,
         "churn_per_minute": plan.churn,
+        "naps_per_minute": plan.naps,
         "seed": plan.seed,
         "method": outer.method,
         "group": method.group,
@@ -177,6 +181,7 @@ def report(plan: SimPlan, net: str, result: SimResult) -> dict[str, Any]:
         "wait_median_s": _quantile(waits, 0.5),
         "wait_p95_s": _quantile(waits, 0.95),
         "wait_max_s": _quantile(waits, 1.0),
+        "kept": result.kept,
         "waiting": sum(waits) / (plan.peers * counted_s),
         "loss_first": result.samples[0].loss,
         "loss_last": last.loss,
@@ -184,6 +189,7 @@ def report(plan: SimPlan, net: str, result: SimResult) -> dict[str, Any]:
         "spread_max": max(sample.spread for sample in result.samples),
         "spread": last.spread,
         "curve": [[sample.at, sample.loss, sample.spread] for sample in result.samples],
+        "napped": counts.napped,
         "killed": counts.killed,
         "newcomers": result.newcomers,
         "failures": dict(sorted(counts.failures.items())),
@@ -265,10 +271,12 @@ ROWS = {
     "95 %": "{wait_p95_s:.2f}",
     "most": "{wait_max_s:.2f}",
     "share of the time spent waiting": "{waiting:.1%}",
+    "inner steps, of those for which there was time": "{kept:.1%}",
     "loss of the mean model, first": "{loss_first:.5f}",
     "last": "{loss_last:.5f}",
     "mean loss of the peers' own, last": "{loss_own:.5f}",
     "consensus distance of the slow weights, last": "{spread:.4f}",
+    "stopped for seconds": "{napped}",
     "killed, and newcomers that took part": "{killed}, {newcomers}",
     "real seconds, of a processor": "{wall_s:.1f}, {cpu_s:.1f}",
 }

@@ -28,6 +28,7 @@ from tests.sim.network import SimNetwork, Trace
 SAMPLES = 10  # looks at all weights, besides that at the beginning
 # virtual seconds between two collections of garbage: at fixed times, because finalizers act too
 SWEEP_S = 30.0
+NAP_S = (1.0, 8.0)  # virtual seconds for which a peer is stopped
 MESSAGE = 0x93  # first byte of every message: msgpack of a list of three, the first of them a text
 
 
@@ -55,6 +56,7 @@ class Counts:
     """Virtual seconds that training stood still, for each exchange."""
     alone: int = 0
     killed: int = 0
+    napped: int = 0
     messages: int = 0
     message_bytes: int = 0
     payload_bytes: int = 0
@@ -76,6 +78,8 @@ class SimResult:
     trace: str
     """Hash of every event: equal for equal simulations."""
     events: int
+    kept: float
+    """Inner steps of all peers, of those for which they had time while they trained."""
     newcomers: int
     """Peers that came later, and were there at the end with an exchange behind them that others
     were in.
@@ -105,6 +109,8 @@ class World:
         self.live: list[SimPeer] = []
         self._dead: list[SimPeer] = []
         self._born = self._ended = 0
+        self._dead_s = 0.0
+        """Virtual seconds for which those that were killed had trained."""
         self._chance = random.Random(f"churn {plan.seed}")
         self._samples: list[WeightsSample] = []
         self._uncounted = (0, 0, 0)
@@ -169,6 +175,7 @@ class World:
                     loop.call_at(end * number / SAMPLES, self._sample, context=NOTHING)
                 loop.call_later(SWEEP_S, self._sweep, context=NOTHING)
                 self._plan_kill()
+                self._plan_nap()
                 if plan.warm_up:
                     loop.call_at(60 * plan.warm_up, self._begin_counting, context=NOTHING)
                 loop.call_at(end, loop.stop, context=NOTHING)
@@ -205,11 +212,31 @@ class World:
         """Kill a random peer, as by ``kill -9``; a newcomer takes its place."""
         victim = self.live.pop(self._chance.randrange(len(self.live)))
         self._dead.append(victim)
+        self._dead_s += max(self.loop.time() - victim.trained_from, 0.0) - victim.napped_s
         self.network.kill(victim.host.peer_id)
         self.counts.killed += 1
         self._ended -= victim.state == "done"
         self._bear(newcomer=True)
         self._plan_kill()
+
+    def _plan_nap(self) -> None:
+        if self.plan.naps > 0:
+            seconds = self._chance.expovariate(self.plan.naps / 60)
+            self.loop.call_later(seconds, self._nap, context=NOTHING)
+
+    def _nap(self) -> None:
+        """Stop a random peer, as by SIGSTOP, and let it go on after some seconds."""
+        awake = [peer for peer in self.live if peer.host.process.state == "awake"]
+        if awake:
+            peer, seconds = self._chance.choice(awake), self._chance.uniform(*NAP_S)
+            self.network.sleep(peer.host.peer_id)
+            self.counts.napped += 1
+            self.loop.call_later(seconds, self._wake, peer, self.loop.time(), context=NOTHING)
+        self._plan_nap()
+
+    def _wake(self, peer: SimPeer, since: float) -> None:
+        self.network.wake(peer.host.peer_id)
+        peer.napped_s += self.loop.time() - max(since, min(peer.trained_from, self.loop.time()))
 
     def _begin_counting(self) -> None:
         """Forget the costs up to now."""
@@ -252,6 +279,12 @@ class World:
             )
         )
 
+    def _kept(self) -> float:
+        took_s = sum(peer.opt.steps * peer.step_s for peer in (*self.live, *self._dead))
+        now = self.loop.time()
+        had_s = sum(max(now - peer.trained_from, 0.0) - peer.napped_s for peer in self.live)
+        return took_s / (had_s + self._dead_s)
+
     def _result(self, began: tuple[float, float]) -> SimResult:
         self._sample()
         counts = self.counts
@@ -277,5 +310,6 @@ class World:
             cpu,
             trace.hexdigest(),
             trace.events,
+            self._kept(),
             newcomers,
         )

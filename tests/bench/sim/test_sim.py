@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from bench.sim import report
 from bench.sim.__main__ import sim
 from bench.sim.growth import COSTS, exponents, growth, hops
-from bench.sim.links import NETS, parse_churn, parse_net, parse_sizes
+from bench.sim.links import NETS, parse_net, parse_rate, parse_sizes
 from bench.sim.mixing import mixing
 from bench.sim.report import run_sim, summary
 from bench.sim.toy_task import Lesson, ToyModel, make_toy
@@ -226,7 +226,7 @@ def test_nets_churn_and_sizes_are_read():
     assert parse_net("8:2.5").latency == 0.008
     assert parse_net("8:2.5").bandwidth == 312_500
     assert all(parse_net(name).bandwidth > 0 for name in NETS)
-    assert (parse_churn("2/min"), parse_churn("0.5")) == (2.0, 0.5)
+    assert (parse_rate("2/min"), parse_rate("0.5")) == (2.0, 0.5)
     assert parse_sizes("16") == [16]
     assert parse_sizes("64,16,64") == [16, 64]
 
