@@ -21,7 +21,8 @@ from bench.sim.toy_task import BATCH, LR, Lesson, ToyModel
 from shoal.optim import Alone, Handle, RoundInfo, Steps
 from shoal.optim.parameters import AveragedParameters
 from shoal.swarm.errors import NetworkError
-from shoal.swarm.exchange.contribution import ExchangeHandle, model_digest
+from shoal.swarm.exchange.contribution import model_digest
+from shoal.swarm.exchange.exchange_base import ExchangeHandle
 from shoal.swarm.membership.membership import Membership, NetworkOptions
 from shoal.swarm.state.catch_up import MAX_ASKED, in_order, query_for
 from shoal.swarm.state.snapshot import State

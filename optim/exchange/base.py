@@ -135,6 +135,13 @@ class Exchange:
         """Begin an exchange; return at once."""
         raise NotImplementedError
 
+    def due(self, round: int, fragment: int) -> int:
+        """Return the round in which others expect the contribution of ``fragment`` that is handed
+        in now: ``round``, as this peer counts, or another. Asked once for each, in the thread that
+        trains.
+        """
+        return round
+
     def absent(self, key: RoundKey) -> None:
         """Announce that this peer stays out of the round, where others would wait for it; return at
         once.

@@ -284,10 +284,12 @@ class OuterOptimizer(SavedState):
             tail = [tensor.clone() for tensor in tail]
         listens = fragment.listens
         fragment.listens = False
-        decided = self._weights.agreed((self.round, weight, listens, self.lag))
-        self.round, weight, listens, lag = decided
+        due = self.exchange.due(self.round, number)
+        due, self.round, weight, listens, lag = self._weights.agreed(
+            (due, self.round, weight, listens, self.lag)
+        )
 
-        key = RoundKey(self.run, self.round, number)
+        key = RoundKey(self.run, due, number)
         own_weight = 1.0 if listens or not weight else weight
         context = self._context(key, weight=own_weight, total=own_weight)
         rules = self.outer.rules(part)
@@ -314,13 +316,13 @@ class OuterOptimizer(SavedState):
         )
         if weight and isinstance(fragment.codec, Mod4Codec):
             moved = self._weights.whole(part, differences(fast, slow))
-            fragment.codec.expect(f"{self.run}:{self.round}:{number}", moved)
+            fragment.codec.expect(f"{self.run}:{due}:{number}", moved)
         self._start(pending)
         if not at_once and isinstance(self.rule, KeepsFast):
             pending.fast = [tensor.clone() for tensor in fast]
         fragment.in_flight.append(pending)
         fragment.sent_at = (self.steps, self.tokens)
-        self.round += 1
+        self.round = max(self.round, due) + 1
 
     def _start(self, pending: PendingExchange) -> None:
         """Begin the exchange of what was sent."""
@@ -480,24 +482,24 @@ class OuterOptimizer(SavedState):
         all of them, from the same step, so what one has applied already is announced as its
         absence: the others would wait for it.
         """
-        begun: dict[int, PendingExchange] = {}
+        begun: dict[tuple[int, int], PendingExchange] = {}
         for pending in self._in_flight:
             if pending.handle is None:
-                begun[pending.context.key.round] = pending
-        over: dict[int, int] = {}
+                begun[pending.context.key.round, pending.fragment] = pending
+        over: list[tuple[int, int]] = []
         if self._resumed and self._auto is not None:
             for number, round in enumerate(self.applied):
                 if round >= 0 and not self._fragments[number].in_flight:
-                    over[round] = number
-        for round in sorted({*begun, *over}):
-            if round in begun:
-                pending = begun[round]
+                    over.append((round, number))
+        for round, number in sorted({*begun, *over}):
+            key = RoundKey(self.run, round, number)
+            if (round, number) in begun:
+                pending = begun[round, number]
                 old = pending.context
-                key = RoundKey(self.run, round, old.key.fragment)
                 pending.context = self._context(key, weight=old.weight, total=old.total)
                 self._start(pending)
             else:
-                self.exchange.absent(RoundKey(self.run, round, over[round]))
+                self.exchange.absent(key)
         self._resumed = False
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -430,7 +430,17 @@ class OuterState(Wrapper):
         What is in flight ends in its own.
         """
         self.round = round
-        self.applied = [min(applied, round - 1) for applied in self.applied]
+        self.applied = self.applied_before(round)
+
+    def applied_before(self, round: int) -> list[int]:
+        """Return the last round that was applied to each fragment; of one that is not before
+        ``round``, the last of the fragment's rounds that is.
+        """
+        before = [
+            applied if applied < round else round - 1 - (round - 1 - applied) % self.fragments
+            for applied in self.applied
+        ]
+        return [max(applied, -1) for applied in before]
 
     @torch.no_grad()
     def move(self, index: int, slow: Tensor) -> None:

@@ -57,6 +57,9 @@ class RankExchange(Exchange):
         self._opt = optimizer
         self._real.attach(optimizer)
 
+    def due(self, round: int, fragment: int) -> int:
+        return self._real.due(round, fragment)
+
     def start(self, contribution: Contribution) -> Handle:
         """Begin an exchange.
 

@@ -5,6 +5,8 @@ How rounds are numbered: docs/internals.md, "The round of a node".
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from shoal.swarm.p2p.newest import Newest
 
 REMEMBERED = 1024  # groups formed
@@ -23,11 +25,13 @@ class RoundTracker:
         """One beyond the furthest round begun, or the round in which the node joined."""
         self._begun: dict[int, int] = {}
         self._over: dict[int, int] = {}
+        self._handed_in: dict[int, int] = {}
+        """By fragment the round for which its last contribution was due."""
         self._formed = Newest[tuple[int, int], None](REMEMBERED)
         self._elsewhere: dict[tuple[int, int], str] = {}
 
     def go_back(self, round: int) -> None:
-        self.next_round, self._begun, self._over = round, {}, {}
+        self.next_round, self._begun, self._over, self._handed_in = round, {}, {}, {}
         self._formed.clear()
 
     def begin(self, round: int, fragment: int) -> None:
@@ -35,9 +39,25 @@ class RoundTracker:
         self.next_round = max(self.next_round, round + 1)
         self._begun[fragment] = max(round, self._begun.get(fragment, 0))
 
-    def is_new(self, round: int) -> bool:
-        """Return whether this node has begun no round yet, while others are in ``round``."""
-        return not self._begun and round >= self.fragments
+    def due(self, round: int, fragment: int) -> int:
+        """Return the round of the next contribution of ``fragment``, which is handed in now: the
+        one after the last that is over here, or was handed in; ``round``, as the optimizer counts,
+        where there is none.
+        """
+        last = max(self._over.get(fragment, -1), self._handed_in.get(fragment, -1))
+        self._handed_in[fragment] = round if last < 0 else last + self.fragments
+        return self._handed_in[fragment]
+
+    def send_on(self, round: int, fragment: int) -> None:
+        """Let the next contribution of ``fragment`` be one to ``round``."""
+        self.next_round = max(self.next_round, round)
+        self._handed_in[fragment] = round - self.fragments
+
+    def taken(self, applied: Sequence[int]) -> None:
+        """Note that the weights here are now those after the rounds ``applied``, by fragment."""
+        for fragment, round in enumerate(applied):
+            if round >= 0:
+                self._over[fragment] = max(round, self._over.get(fragment, 0))
 
     def join(self, round: int, fragment: int, leader: str) -> None:
         """Note that this node waits at ``leader`` for its group."""
@@ -50,7 +70,7 @@ class RoundTracker:
         """Note that this node's own part in ``round`` is over: its group was formed, or it has
         none.
         """
-        if round < self.next_round:  # else this node went back while it was in it
+        if round <= self._begun.get(fragment, -1):  # else this node went back while it was in it
             self._over[fragment] = max(round, self._over.get(fragment, 0))
         self.leave(round, fragment)
 
@@ -78,7 +98,7 @@ class RoundTracker:
             round < begun or (fragment < self.fragments and (round - begun) % self.fragments)
         ):
             return begun + self._up(max(round - begun, 0))
-        if begun is None and round < self.next_round:
+        if begun is None and over is None and round < self.next_round:
             return round + self._up(self.next_round - round)
         return None
 

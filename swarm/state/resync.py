@@ -171,7 +171,7 @@ class Resynchronizer:
             return
         if behind:
             # Or earlier: then the weights must come from a later round.
-            self._opt.applied[fragment] = self._opt.round - 1
+            self._opt.applied[fragment] = info.key.round + behind
             self._missed[fragment] += max(behind // self._opt.fragments, 1)
             self._late += behind
         if not together:
@@ -302,10 +302,15 @@ class Resynchronizer:
         self._diverged -= set(taken)
         # This node has missed again what the source had in flight and it has not.
         for part in taken:
-            if state.applied[part] >= state.round - len(state.applied):
-                continue
-            if all(round <= state.applied[part] for round in self._opt.in_flight(part)):
+            if not self._is_in(part, state.applied[part]):
                 self._diverged.add(part)
+
+    def _is_in(self, fragment: int, applied: int) -> bool:
+        """Return whether this node takes part in the round that follows that of weights which are
+        ``applied``.
+        """
+        later = [round for round in self._opt.in_flight(fragment) if round > applied]
+        return not later or min(later) == applied + self._opt.fragments
 
     def _back_off(self) -> None:
         self._backoff.failed(self._opt.round)

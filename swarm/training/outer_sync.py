@@ -108,6 +108,7 @@ class OuterSync:
             # others' weights, not yet trained here: the first round has weight 0
             self._opt.listen()
         self._resynchronizer.joined(state)
+        self._exchange.took_over(state.applied, newcomer=state.round > 0)
         self._server.keep(state)
 
     def begin(self) -> None:
@@ -123,13 +124,14 @@ class OuterSync:
             opt.in_flight(fragment) for fragment in range(opt.fragments)
         )
         self._exchange.next_round = min(begun_anew, default=opt.round)
+        self._exchange.took_over(opt.applied_before(opt.round))
 
     def on_round(self, info: RoundInfo) -> None:
         """Follow a round that is over: the optimizer's ``on_round``."""
         opt = self._opt
         self._follow_restart()
         # A node that fell behind met the others in a later round than its own: go on from there.
-        behind = max(self._exchange.next_round - opt.round, 0)
+        behind = self._exchange.behind(info.key, opt.round)
         opt.round = max(opt.round, self._exchange.next_round)
         self._exchange.next_round = opt.round
         ahead_of = self._exchange.back(opt.round)
@@ -190,7 +192,7 @@ class OuterSync:
         slow = opt.slow
         shared = opt.shared
         # Later ones may end after it went back.
-        applied = [min(applied, opt.round) for applied in opt.applied]
+        applied = opt.applied_before(opt.round + 1)
         return State(opt.round, slow, shared, applied, gathers=getattr(opt, "gathers", 0))
 
     def sketch(self) -> Sketch | None:
@@ -200,5 +202,6 @@ class OuterSync:
 
     def _took_over(self) -> None:
         self._drift.moved()
+        self._exchange.took_over(self._opt.applied_before(self._opt.round))
         if not self._opt.anchored:  # it was refused for being far away, and is no longer
             self._screen.forget()

@@ -426,6 +426,9 @@ class SessionExchange(Exchange):
         """
         return self._ordered(parameters)
 
+    def due(self, round: int, fragment: int) -> int:
+        return self.inner.due(round, fragment)
+
     def start(self, contribution: Contribution) -> Handle:
         """Begin a round; without a partner once the session is over, or the network gone."""
         if self._closed:

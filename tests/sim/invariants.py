@@ -69,6 +69,9 @@ REMEMBERED = {
     "_seconds": 64,
     "_notes": 64,
     "_unread": 64,
+    "_groups": 8,
+    "_handed_in": 8,
+    "_astray": 8,
 }
 """Tables that may hold something when all is over, by name, and how much."""
 AHEAD = 10  # rounds of every fragment

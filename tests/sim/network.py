@@ -33,7 +33,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from shoal.optim.exchange.base import Mean
 from shoal.swarm.errors import NetworkError, ShoalError
-from shoal.swarm.exchange.contribution import ExchangeHandle
+from shoal.swarm.exchange.exchange_base import ExchangeHandle
 from shoal.swarm.identity import Identity
 from shoal.swarm.internal_errors import InternalErrors
 from shoal.swarm.p2p.resource_manager import ResourceManager

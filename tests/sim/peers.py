@@ -26,7 +26,7 @@ from shoal.optim.exchange.base import Contribution, Mean, RoundKey
 from shoal.optim.exchange.update_screen import UpdateScreen
 from shoal.optim.outer.optimizer import ROUNDS_PER_EXCHANGE
 from shoal.swarm.exchange.context import PeerContext
-from shoal.swarm.exchange.contribution import ExchangeHandle
+from shoal.swarm.exchange.exchange_base import ExchangeHandle
 from shoal.swarm.exchange.group.exchange import GroupExchange
 from shoal.swarm.exchange.pair.exchange import PairExchange
 from shoal.swarm.exchange.timeouts import ExchangeTimeouts
@@ -290,7 +290,7 @@ class SimPeer:
             self.slept,
         )
         swarm.contributions[self.number, self.serial] = mine
-        key = RoundKey(SWARM, self.round, fragment)
+        key = RoundKey(SWARM, self.exchange.due(self.round, fragment), fragment)
         codec = self.codecs[fragment] if self.codecs else None
         if codec is None:
             handle = self.exchange.start(Contribution(key, mine.tensors, self.weight))
@@ -303,7 +303,8 @@ class SimPeer:
                 Contribution(key, mine.tensors, self.weight, BufferTailCodec(codec, 1))
             )
         self.in_flight[fragment] = mine, handle
-        self.round, self.turn = self.round + 1, (self.turn + 1) % swarm.setting.fragments
+        self.round = max(self.round, key.round) + 1
+        self.turn = (self.turn + 1) % swarm.setting.fragments
         swarm.network.note(self.name, f"round {key.round} begins")
         arrived, due = (
             asyncio.wrap_future(handle._future),

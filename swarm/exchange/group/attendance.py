@@ -48,6 +48,12 @@ class Attendance:
             rounds, last = rounds + 1, round
         self._misses[peer] = _Misses(rounds, last, held or before.held)
 
+    def was_in_time(self, peer: str) -> None:
+        """Note that ``peer`` held no group up: one that it held before is forgiven."""
+        misses = self._misses.get(peer)
+        if misses is not None and misses.held:
+            self._misses[peer] = misses._replace(held=False)
+
     def is_left_out(self, peer: str, round: int) -> bool:
         """Return whether ``peer`` is neither waited for in ``round`` nor leads it; not in one far
         before its misses, to which this node went back.

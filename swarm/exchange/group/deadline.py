@@ -42,8 +42,8 @@ class GroupDeadline(RoundTime):
         """Return whether groups of ``fragment`` wait for the late until training needs the mean: it
         goes on meanwhile, and its rounds are longer than the usual wait.
         """
-        newest_s = self._periods.get(fragment, (0.0, 0.0))[1]
-        return self.overlap and newest_s > FORMING_S
+        earlier_s, newest_s = self._periods.get(fragment, (0.0, 0.0))
+        return self.overlap and min(earlier_s or newest_s, newest_s) > FORMING_S
 
     def collecting(self, fragment: int) -> float:
         """Return the seconds for which a contribution may wait for its group. Where groups wait

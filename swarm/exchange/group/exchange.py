@@ -3,8 +3,8 @@ many peers.
 
 A member does this in a round; several rounds may be in flight at once, one for each fragment:
 
-    find the leader   the first by (seed, round, peer id) that answers; this node may
-                      lead itself, or be sent on to another leader
+    find the leader   the first of the roster that answers; this node may lead itself, or be
+                      sent on to another leader
     join              send it a signed ready message; it forms the group (`leader`)
     collect           the contributions, by gathering or as shares (`reduction`, `butterfly`); if
                       one is lost the leader may ask once more, to gather
@@ -31,10 +31,9 @@ from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.exchange.context import PeerContext
 from shoal.swarm.exchange.contribution import (
     ExchangeAttempt,
-    ExchangeBase,
-    ExchangeHandle,
     encode_contribution,
 )
+from shoal.swarm.exchange.exchange_base import ExchangeBase, ExchangeHandle
 from shoal.swarm.exchange.group.butterfly import Averaged, Butterfly
 from shoal.swarm.exchange.group.deadline import GroupDeadline
 from shoal.swarm.exchange.group.decisions import DECISION_PROTOCOL, DecisionLog
@@ -117,6 +116,8 @@ class _WaitForGroup:
     """The loop's time at which it gives up."""
     needed: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once training waits for the outcome."""
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set once the round is over."""
 
     def training_waits(self, usual: float, forming: float) -> None:
         """Note that training waits for the outcome: until the loop's time ``usual``, and for
@@ -140,7 +141,7 @@ class _RoundState:
     moved_to: int = 0
     """The later round that the swarm has reached for this fragment; 0: none."""
     turned_away: bool = False
-    """A leader has left this node out of its round, so nobody would come to one that it leads."""
+    """A leader has left this node out of its round, as the others of its group do."""
 
     @property
     def until(self) -> float:
@@ -208,7 +209,7 @@ class GroupExchange(ExchangeBase):
     Args:
         context: the node and its swarm; its host serves the group's protocols from now on.
         timeouts: how long a round, and the parts of it, may take.
-        fragments: sent in turn, each with the next round's number.
+        fragments: sent in turn, each in rounds of its own.
         overlap: training goes on meanwhile; a group waits for the late until it needs the mean.
         max_group: largest group; more members form several (one may have one more).
         follow: move a late contribution to the swarm's round (SPARTA's masks belong to theirs).
@@ -264,7 +265,24 @@ class GroupExchange(ExchangeBase):
             self._blame,
         )
         self._streams = PeerStreams(context.host, view, timeouts.chunk, protocols.payload)
+        self._behind: dict[int, tuple[RoundKey, int]] = {}
+        """By fragment the last contribution that counted later than training thinks, and by how
+        many rounds.
+        """
         context.host.serve(protocols.leader, self._leader.serve)
+
+    def due(self, round: int, fragment: int) -> int:
+        return self.rounds.due(round, fragment)
+
+    def behind(self, key: RoundKey, round: int) -> int:
+        last, later = self._behind.get(key.fragment, (None, 0))
+        return later if last == key else 0
+
+    def took_over(self, applied: Sequence[int], *, newcomer: bool = False) -> None:
+        self.rounds.taken(applied)
+        if newcomer:
+            for fragment in range(len(applied)):
+                self._view.miss_group(fragment)
 
     def start(self, contribution: Contribution) -> ExchangeHandle[Outcome]:
         """Begin a round.
@@ -298,32 +316,40 @@ class GroupExchange(ExchangeBase):
         except Exception as error:  # this node's own: it costs one round, never the training
             pending.attempt.caught("exchange", error)
         finally:
-            self.rounds.end(pending.attempt.key.round, pending.attempt.key.fragment)
+            wait.over.set()
+            self.rounds.end(pending.attempt.key.round, fragment)
+            self._note_behind(pending)
+            if not pending.entered:
+                self._view.miss_group(fragment)
             if attempt.commit.received is None:
                 self.evidence.missed()
         return attempt.commit.received
+
+    def _note_behind(self, pending: _RoundState) -> None:
+        """Note by how many rounds a contribution counted later than training thinks."""
+        key = pending.attempt.handed_in
+        round = pending.attempt.key.round if self._follow else pending.moved_to
+        if round > key.round:
+            self._behind[key.fragment] = key, round - key.round
 
     async def _follow_leaders(self, pending: _RoundState) -> None:
         loop = asyncio.get_running_loop()
         while True:
             key = pending.attempt.key
             self.rounds.begin(key.round, key.fragment)
-            leaders = self._view.order(self._context.seed, key.round)
+            leaders = self._view.order(self._context.seed, key.round, key.fragment)
             if len(leaders) < 2:
                 passed = self._view.here() - {self._context.me}
                 turned_away = self._view.attendance.is_turned_away
                 slow = {peer for peer in passed if turned_away(peer, key.round)}
                 pending.attempt.stats.pass_over(pending.attempt.handed_in, passed, slow)
                 return
-            pending.turned_away = False
             for peer in leaders[:TRIED]:
-                if peer == self._context.me and pending.turned_away:
-                    continue
                 await self._try_leader(pending, peer, self._view.addresses(peer))
                 hint, pending.elsewhere = pending.elsewhere, None
                 if hint is not None and hint.leader is not None and not pending.entered:
                     await self._try_leader(pending, hint.leader, hint.addresses)
-                if pending.entered or loop.time() >= pending.until:
+                if pending.entered or pending.turned_away or loop.time() >= pending.until:
                     return
                 sent_away = hint is not None and self._context.me in (peer, hint.leader)
                 if sent_away or pending.moved_to > key.round:
@@ -333,8 +359,8 @@ class GroupExchange(ExchangeBase):
             if pending.moved_to <= key.round:
                 continue
             self.rounds.end(key.round, key.fragment)
-            self.rounds.next_round = max(self.rounds.next_round, pending.moved_to)
             if not self._follow:
+                self.rounds.send_on(pending.moved_to, key.fragment)
                 return
             pending.attempt = pending.attempt.moved_to(pending.moved_to)
 
@@ -347,7 +373,7 @@ class GroupExchange(ExchangeBase):
         ready = ready_message(
             pending.attempt.contribution, self._context.swarm, self._context.model, patience
         )
-        self._leader.expect(ready, pending.needed)
+        self._leader.expect(ready, pending.needed, pending.wait.over)
         probe = loop.time() + max(self._timeouts.probe(min(patience, self._timeouts.wait)), 0.01)
         try:
             stream = await self._open(leader, addresses, probe - loop.time())
@@ -589,12 +615,14 @@ class GroupExchange(ExchangeBase):
         if before is not None:
             self._view.mark_absent(set(before.members) - members)
         elif group.alone:
-            for late in self._view.expected(key.round) - members:
+            here = self._view.here()
+            for late in self._view.awaited(key.round, key.fragment, reached=here) - members:
                 pending.attempt.failed(late, "timeout")
             waited = formed - pending.began
             if pending.needed.is_set() and waited > self.time.forming(key.fragment) / 2:
-                self._view.mark_late(members, key.round)
-            self._view.mark_absent(self._view.here() - members)
+                self._view.mark_late(members, key.round, key.fragment)
+            self._view.mark_absent(here - members)
+        self._view.note_group(key.fragment, members if group.alone else ())
 
     def _note_failure(
         self,
@@ -614,9 +642,6 @@ class GroupExchange(ExchangeBase):
         if leader != self._context.me:  # otherwise no peer failed: no other member came
             self._context.look()  # it may have said that it leaves
             pending.attempt.failed(leader, error)
-        elif not pending.entered and not self._leader.sought:
-            members = self._view.members().values()
-            self._view.doubted |= any(member.round > ready.round for member in members)
 
     def _note_receipt(self, pending: _RoundState, leader: str, receipt: GroupReceipt) -> None:
         key = pending.attempt.key
@@ -632,12 +657,13 @@ class GroupExchange(ExchangeBase):
         else:
             self.evidence.heard(leader, receipt.round)
         if receipt.verdict == "passed":
+            self._view.miss_group(key.fragment)
             most = self.evidence.furthest(leader, receipt.round, asyncio.get_running_loop().time())
             pending.moved_to = max(
                 pending.moved_to, self.rounds.within(receipt.round, key.round, most)
             )
         elif receipt.verdict == "busy" and receipt.reason == MISSED:
-            pending.turned_away = self._view.doubted = True
+            pending.turned_away = True
         elif receipt.verdict == "elsewhere" and not self._view.barred([receipt.leader or ""]):
             pending.elsewhere = receipt
         elif receipt.verdict == "refuse":
@@ -663,6 +689,8 @@ class GroupExchange(ExchangeBase):
         for peer in sorted(late):
             log.info("round %d: %s did not send in time", key.round, short(peer))
             self._view.attendance.missed(peer, key.round, held=True)
+        for peer in reduction.arrived.keys() - late:
+            self._view.attendance.was_in_time(peer)
 
     def _blame(self, key: tuple[int, int], peer: str) -> None:
         self.stats.failed(RoundKey(self._context.swarm, *key), peer, "suspicious")

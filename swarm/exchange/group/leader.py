@@ -6,8 +6,7 @@ A ready message is answered, and so is the leader's question where a missing pee
     noted       you are waited for, or I may still come
     passed      that round is over here; go on to ``round``
     elsewhere   I wait at another leader, whose addresses these are
-    busy        I have just come; or too many wait here, or you do already, or groups waited for
-                you in vain
+    busy        too many wait here, or you do already, or groups waited for you in vain
     refuse      our contributions differ in this, or you are barred
 
 `GroupLeader` collects, `GroupCommit` takes one group from its forming to its decision, which is
@@ -308,7 +307,6 @@ MAX_WAITING = 256  # members waiting here, over all rounds
 # noticed
 MAX_ROUNDS = 2
 CROWDED = "too many wait for this node"
-BEGINNING = "this node has just come, and is in its first round"
 MISSED = "groups waited in vain for what this peer had to send"
 LOOK_S = 0.25  # seconds between two looks at the members
 PROBE_S = 1.0  # seconds after which missing members are probed
@@ -336,6 +334,8 @@ class OwnContribution:
     """Its form, from which no member may differ."""
     needed: asyncio.Event
     """Set once this node's training waits for the outcome."""
+    over: asyncio.Event
+    """Set once its round is over."""
 
 
 class GroupLeader:
@@ -369,11 +369,12 @@ class GroupLeader:
         self._tasks: set[asyncio.Task[None]] = set()
         self._places = StreamPlaces(MAX_WAITING)
 
-    def expect(self, mine: GroupReady, needed: asyncio.Event) -> None:
+    def expect(self, mine: GroupReady, needed: asyncio.Event, over: asyncio.Event) -> None:
         """Note this node's own contribution: others that differ are refused, even before its own
-        training is there. ``needed``: set once its training waits for the outcome.
+        training is there. ``needed``: set once its training waits for the outcome; ``over``: once
+        its round is over.
         """
-        self._own[mine.fragment] = OwnContribution(mine, needed)
+        self._own[mine.fragment] = OwnContribution(mine, needed, over)
 
     def needed(self, fragment: int) -> asyncio.Event:
         """Return the event that is set once this node's training waits for ``fragment``; it never
@@ -427,8 +428,6 @@ class GroupLeader:
         if refusal is not None:
             return GroupReceipt(verdict="refuse", reason=refusal, round=ready.round)
         self.view.mark_awake(peer)
-        if peer != self.me:
-            self.view.doubted = False
         self.view.evidence.heard(peer, ready.round)
         instead = self._rounds.instead(ready.round, ready.fragment)
         if instead is not None:
@@ -510,8 +509,6 @@ class GroupLeader:
         leader = self._rounds.leader(round, fragment)
         if leader is not None:
             return self._elsewhere(round, leader)
-        if self._rounds.is_new(round):
-            return GroupReceipt(verdict="busy", reason=BEGINNING, round=round)
         return GroupReceipt(verdict="noted", round=round)
 
     def _elsewhere(self, round: int, leader: str | None) -> GroupReceipt:
@@ -519,11 +516,6 @@ class GroupLeader:
         return GroupReceipt(
             verdict="elsewhere", round=round, leader=leader, addresses=tuple(addresses)
         )
-
-    @property
-    def sought(self) -> bool:
-        """Whether others wait here for a group."""
-        return any(pending.members for pending in self._pending.values())
 
     async def leave(self, round: int, fragment: int, leader: str) -> None:
         """Send the members that wait here to the leader at which this node itself waits."""
@@ -599,9 +591,9 @@ class GroupLeader:
                 now = loop.time()
                 here = set(pending.members)
                 # all others have left since it came, or have ended this round
-                if len(here) == 1 and here >= self._hoped(key[0], pending):
+                if len(here) == 1 and here >= self._possible(key, pending):
                     break
-                view = self._awaited(key[0], pending)
+                view = self._awaited(key, pending)
                 expired = min(member.until for member in pending.members.values())
                 if len(here) < 2 or self._is_early(*key):
                     two_since = now
@@ -609,7 +601,7 @@ class GroupLeader:
                 forming = now if here >= view and len(here) >= 2 else expired
                 if now >= forming:
                     if now >= expired:
-                        self._go_on_without(view - here, here, key[0])
+                        self._go_on_without(view - here, here, key)
                     break
                 pending.changed.clear()
                 with contextlib.suppress(TimeoutError):
@@ -621,7 +613,7 @@ class GroupLeader:
         members = pending.members
         if len(members) < 2:
             # Its patience is over and no other member came, or none is left.
-            if pending.passed and set(members) >= self._hoped(key[0], pending):
+            if pending.passed and set(members) >= self._possible(key, pending):
                 earliest = min(pending.passed.values(), key=lambda receipt: receipt.round)
                 await self._send_away(pending, earliest)
             for member in members.values():
@@ -635,48 +627,47 @@ class GroupLeader:
             self.start(GroupCommit(self, key, group, alone=len(groups) == 1).run())
 
     def _is_early(self, round: int, fragment: int) -> bool:
-        """Return whether this node's own training goes on without the outcome of the round, or has
-        not come to it.
+        """Return whether this node's own training goes on without the outcome of the round, or is
+        on its way to it.
         """
         own = self._own.get(fragment)
-        if not self.time.waits_until_needed(fragment) or own is None:
+        if not self.time.waits_until_needed(fragment) or own is None or self._is_held():
             return False
         return own.ready.round < round or (own.ready.round == round and not own.needed.is_set())
 
-    def _go_on_without(self, late: set[str], here: set[str], round: int) -> None:
-        """Note that the wait of ``round`` for those who are ``late`` is over."""
-        self.view.mark_late(here, round)
+    def _is_held(self) -> bool:
+        """Return whether this node's training waits for the outcome of a round."""
+        return any(own.needed.is_set() and not own.over.is_set() for own in self._own.values())
+
+    def _go_on_without(self, late: set[str], here: set[str], key: tuple[int, int]) -> None:
+        """Note that the wait of a round for those who are ``late`` is over."""
+        self.view.mark_late(here, *key)
         if late:  # none where one waits alone
             names = ", ".join(short(peer) for peer in sorted(late))
-            log.info("round %d goes on without %s, which did not come", round, names)
+            log.info("round %d goes on without %s, which did not come", key[0], names)
+
+    def _possible(self, key: tuple[int, int], pending: PendingGroup) -> set[str]:
+        """Return the peers for which one member alone still waits: those that may come, or of the
+        last group, once any of them has said that it is through with the round.
+        """
+        hoped, roster = self._hoped(key[0], pending), self.view.roster(*key)
+        return hoped & roster if roster and pending.passed else hoped
 
     def _hoped(self, round: int, pending: PendingGroup) -> set[str]:
         """Return the peers that may still come to the round."""
         return self.view.hoped(round) - pending.passed.keys() - pending.gone
 
-    def _awaited(self, round: int, pending: PendingGroup) -> set[str]:
-        """Return the peers for which the group waits: those that may be in this round just now
-        until they answer a probe only.
-        """
-        view, slack = self.view, self._rounds.fragments
-        awaited = view.expected(round) | view.expected(round, slack) - pending.probed
-        if self._rounds.is_new(round):
-            awaited.discard(self.me)
-        return awaited - pending.passed.keys()
+    def _awaited(self, key: tuple[int, int], pending: PendingGroup) -> set[str]:
+        """Return the peers for which the group waits."""
+        return self.view.awaited(*key, pending.probed) - pending.passed.keys()
 
     async def _find_absent(self, key: tuple[int, int], pending: PendingGroup) -> None:
-        """Ask the missing members soon: one that died, or is in its first round, is not waited for.
-        Any other is on its way, and is asked again when it should have come.
+        """Ask the missing members soon: one that died is not waited for. Any other is on its way,
+        and is asked again when it should have come.
         """
         await asyncio.sleep(LOOK_S)
         missing = self._missing(key, pending)
-        await asyncio.gather(*(self._ask_early(peer, key, pending) for peer in missing))
-
-    async def _ask_early(self, peer: str, key: tuple[int, int], pending: PendingGroup) -> None:
-        receipt = await self._ask(peer, key, pending)
-        if receipt is not None and receipt.verdict == "busy":
-            self.view.mark_absent([peer])
-            pending.changed.set()
+        await asyncio.gather(*(self._ask(peer, key, pending) for peer in missing))
 
     async def _probe_missing(self, key: tuple[int, int], pending: PendingGroup) -> None:
         """Ask the missing members where they are, ever more rarely, and look up how far they
@@ -689,7 +680,7 @@ class GroupLeader:
             missing = self._hoped(key[0], pending) - set(pending.members)
             if self.me in missing:  # it may have moved on, and others have waited here since
                 receipt = self._standing(self.me, self._question(key))
-                await self._follow(self.me, receipt, key[0], pending)
+                await self._follow(self.me, receipt, key, pending)
             asked = self._missing(key, pending)
             if asked:
                 self.context.look()
@@ -706,7 +697,7 @@ class GroupLeader:
     async def _probe(self, peer: str, key: tuple[int, int], pending: PendingGroup) -> None:
         receipt = await self._ask(peer, key, pending, pending.probed)
         if receipt is not None:
-            await self._follow(peer, receipt, key[0], pending)
+            await self._follow(peer, receipt, key, pending)
         pending.changed.set()
 
     async def _ask(
@@ -745,20 +736,18 @@ class GroupLeader:
         return receipt
 
     async def _follow(
-        self, peer: str, receipt: GroupReceipt, round: int, pending: PendingGroup
+        self, peer: str, receipt: GroupReceipt, key: tuple[int, int], pending: PendingGroup
     ) -> None:
         """Act on where a missing member says that it is."""
         leader = receipt.leader or self.me
-        if receipt.verdict == "busy":
-            self.view.mark_absent([peer])
-        elif receipt.verdict == "passed":
+        if receipt.verdict == "passed":
             if peer != self.me:
                 self.view.evidence.heard(peer, receipt.round)
             pending.passed[peer] = receipt.model_copy(update={"leader": peer})
         elif receipt.verdict == "elsewhere" and leader != self.me:
             # One that this node does not know cannot take others away from it.
-            known = leader in self.view.hoped(round) or len(pending.members) < 2
-            if known and self._is_behind(leader, round):
+            known = leader in self.view.hoped(key[0]) or len(pending.members) < 2
+            if known and (self._is_behind(leader, key[0]) or self.view.is_outside(key[1])):
                 await self._send_away(pending, receipt)
 
 

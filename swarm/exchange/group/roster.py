@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from shoal.optim.exchange.pairing import order
@@ -23,9 +23,19 @@ from shoal.swarm.p2p.tasks import stop
 from shoal.swarm.wire.envelope import M, Message, fresh_nonce, pack, pack_shapes, unpack, unseal
 from shoal.swarm.wire.messages import MAX_PATIENCE, GroupAlive, GroupFormed, GroupReady, Way
 
+LOOK_ROUNDS = 16
+"""Of so many rounds of a fragment one is of all in view, whoever was in the last group: a leader
+that lies could part a swarm, for a member knows no group but its own.
+"""
+
 
 class LivenessView:
-    """The directory as a group sees it. ``fragments``: sent in turn."""
+    """The members with which rounds are formed. ``fragments``: sent in turn.
+
+    A round waits for the group of the round before (its members all know it, from the same signed
+    messages), and where there was none for the members in view. So all have the same leader
+    whatever each sees of the directory. Why: docs/internals.md, "For whom a leader waits".
+    """
 
     def __init__(self, context: PeerContext, fragments: int) -> None:
         self.members, self._context, self._fragments = context.members, context, fragments
@@ -34,10 +44,10 @@ class LivenessView:
         """Peers that died or stayed away -> the time of issue of the record they had then."""
         self._silent: dict[str, float] = {}
         """Those that did not even answer as leaders: their processes sleep or are gone."""
-        self.doubted = False
-        """Whether others may pass this node over: one said so, or it led in vain while they are
-        further; none came to it since.
-        """
+        self._groups: dict[int, frozenset[str]] = {}
+        """By fragment the members of the last group that this node was in."""
+        self._astray: set[int] = set()
+        """Fragments of which this node was in no group in its last round."""
         self.attendance = Attendance(fragments)
         """Who missed rounds, and is left out for a while."""
 
@@ -47,7 +57,7 @@ class LivenessView:
         } | {self._context.me}
 
     def expected(self, round: int, slack: int = 0) -> set[str]:
-        """Return the peers for which ``round`` waits.
+        """Return the peers for which ``round`` waits where it has no roster.
 
         An absent one has to renew its record first, and the dead never do.
 
@@ -56,6 +66,49 @@ class LivenessView:
         """
         self._absent = self._unrenewed(self._absent)
         return self._behind(round + slack) & self.hoped(round) - self._absent.keys()
+
+    def note_group(self, fragment: int, members: Iterable[str]) -> None:
+        """Note the group of all in which this node is: the next round is of the same members.
+
+        No ``members``: it is in one of several, and the next round is of all in view.
+        """
+        if fragment < self._fragments:  # beyond: the last average, which is of all
+            self._groups[fragment] = frozenset(members)
+            self._astray.discard(fragment)
+
+    def roster(self, round: int, fragment: int) -> set[str]:
+        """Return the members of the last group of ``fragment`` that are in view; none in every
+        sixteenth round, or if this node is in a smaller part of a swarm that came apart.
+        """
+        is_look = round // self._fragments % LOOK_ROUNDS == 0
+        return set() if is_look or self._is_apart(fragment) else self._group(fragment)
+
+    def _group(self, fragment: int) -> set[str]:
+        return self.here() & self._groups.get(fragment, frozenset())
+
+    def _is_apart(self, fragment: int) -> bool:
+        """Return whether the last group is at most half of those in view."""
+        return bool(self._groups.get(fragment)) and 2 * len(self._group(fragment)) <= len(
+            self.here()
+        )
+
+    def miss_group(self, fragment: int) -> None:
+        """Note that a round of ``fragment`` went by without this node."""
+        if fragment < self._fragments:
+            self._astray.add(fragment)
+
+    def awaited(self, round: int, fragment: int, reached: Collection[str] = ()) -> set[str]:
+        """Return the peers for which ``round`` waits, this node included: the roster, less those
+        that are absent.
+
+        Without a roster all that are expected; one that may be in a later round just now until it
+        is among those ``reached`` by a question.
+        """
+        roster = self.roster(round, fragment)
+        expected = self.expected(round)  # forgets who was absent and has renewed its record
+        if roster:
+            return (roster & self.hoped(round)) - self._absent.keys()
+        return expected | (self.expected(round, self._fragments) - set(reached))
 
     def _behind(self, round: int) -> set[str]:
         rounds = {peer: member.round for peer, member in self.members().items()}
@@ -66,19 +119,32 @@ class LivenessView:
         left_out = self.attendance.is_left_out
         return {peer for peer in self.here() if not left_out(peer, round)}
 
-    def order(self, seed: int, round: int) -> list[str]:
-        """Return the leaders of a round, best first.
+    def order(self, seed: int, round: int, fragment: int) -> list[str]:
+        """Return the leaders of a round, best first: those of the roster, then the others.
 
-        Silent ones come last: each would cost a part of everybody's patience
-        again. So does this node while it is doubted: the others tell it in which round they are.
+        Silent ones come later: each would cost a part of everybody's patience again. Last comes
+        this node if it may be apart from the others: they tell it in which round they are.
 
         Views differ for a moment, and then two may lead; a member that waits elsewhere answers so,
         and one of the groups is given up.
         """
         self._silent = self._unrenewed(self._silent)
-        last = self._silent.keys() | ({self._context.me} if self.doubted else set())
+        me, roster = self._context.me, self.roster(round, fragment)
+        is_outside = self.is_outside(fragment)
+
+        def place(peer: str) -> int:
+            if peer == me and is_outside:
+                return 3
+            return 2 if peer in self._silent else int(peer not in roster)
+
         # `sorted` keeps the order of equals.
-        return sorted(order(seed, round, self.hoped(round)), key=lambda peer: peer in last)
+        return sorted(order(seed, round, self.hoped(round)), key=place)
+
+    def is_outside(self, fragment: int) -> bool:
+        """Return whether the others may be in a group without this node: it took over the weights
+        of a swarm that is under way, or was in no group in the last round, or in one of few.
+        """
+        return fragment in self._astray or self._is_apart(fragment)
 
     def mark_absent(self, peers: Iterable[str]) -> None:
         """Note peers that did not come or died in the middle: rounds would wait for them until
@@ -90,12 +156,13 @@ class LivenessView:
         """Return whether no round waits for ``peer``, as it was marked absent."""
         return peer in self._absent
 
-    def mark_late(self, came: set[str], round: int) -> None:
+    def mark_late(self, came: set[str], round: int, fragment: int) -> None:
         """Note that ``round`` waited for others than those who ``came``: if these are most, the
         others are late. Few may be as well in a group of their own while most are elsewhere.
         """
         if 2 * len(came) > len(self.here()):
-            for peer in self._behind(round + self._fragments) - came:
+            awaited = self.roster(round, fragment) or self._behind(round + self._fragments)
+            for peer in awaited - came:
                 self.attendance.missed(peer, round)
 
     def mark_silent(self, peer: str) -> None:

@@ -43,10 +43,9 @@ from shoal.swarm.exchange.context import PeerContext
 from shoal.swarm.exchange.contribution import (
     EncodedContribution,
     ExchangeAttempt,
-    ExchangeBase,
-    ExchangeHandle,
     encode_contribution,
 )
+from shoal.swarm.exchange.exchange_base import ExchangeBase, ExchangeHandle
 from shoal.swarm.exchange.pair.calls import (
     EXCHANGE_PROTOCOL,
     PROBE_S,

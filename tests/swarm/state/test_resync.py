@@ -75,6 +75,7 @@ class Swarm:
         return future
 
     def on_round(self, info):
+        self.opt.round = max(self.opt.round, info.key.round + self.behind + 1)
         self.resynchronizer.on_round(
             RoundInfo(info.key, self.met, info.step, info.lag), behind=self.behind, split=self.split
         )
@@ -179,6 +180,22 @@ def test_a_node_that_slept_does_not_pull_the_others_back(monkeypatch):
     assert swarm.away() < 5.0
     swarm.train(1)
     assert swarm.resynchronizer._missed.total() == 0
+
+
+@pytest.mark.parametrize(("in_flight", "diverged"), [((), False), ((2,), False), ((5,), True)])
+def test_each_fragment_has_rounds_of_its_own(monkeypatch, in_flight, diverged):
+    """The weights' round is that of the furthest fragment. What this one misses beyond them is what
+    goes by before the round in which it takes part next.
+
+    Mutants: by the source's round; whatever is in flight.
+    """
+    swarm = Swarm(monkeypatch)
+    swarm.train(1)
+    state = State(40, swarm.theirs, {}, [1])
+    monkeypatch.setattr(swarm.opt, "in_flight", lambda fragment: in_flight)
+    swarm.resynchronizer._diverged.add(0)
+    swarm.resynchronizer._rebase_on(state)
+    assert swarm.resynchronizer.diverged is diverged
 
 
 def test_giving_way_asks_the_other_part_alone(monkeypatch):

@@ -306,3 +306,9 @@ def test_a_swarm_that_does_not_ask_for_it_tries_nothing():
 def test_it_needs_a_module_and_an_optimizer(lacks):
     with pytest.raises(SessionError, match="make it first"):
         Session.try_partners(session(**{lacks: False}), square, [])
+
+
+def test_a_session_passes_on_which_round_is_due():
+    inner = SimpleNamespace(due=lambda round, fragment: round + 4 * fragment)
+    exchange = session_setup.SessionExchange(inner, None, None)
+    assert [exchange.due(3, fragment) for fragment in (0, 1)] == [3, 7]

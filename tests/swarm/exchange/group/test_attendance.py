@@ -73,6 +73,18 @@ def test_only_who_held_a_group_is_turned_away():
     assert not held.is_turned_away("other", 5)
 
 
+def test_who_is_in_time_is_forgiven_that_it_held_one():
+    """The fault: who held a group once, and slept an hour later, was turned away, by those leaders
+    that had been in that group.
+    """
+    found = after_misses(3, held=True)
+    found.was_in_time("peer")
+    found.was_in_time("other")
+    found.missed("peer", 5)
+    assert found.is_left_out("peer", 6)
+    assert not found.is_turned_away("peer", 6)
+
+
 def test_a_node_that_went_back_leaves_nobody_out():
     """Mutant: a term has no beginning."""
     assert left_out(after_misses(40, 41))[0] == 41

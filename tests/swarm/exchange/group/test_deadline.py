@@ -78,6 +78,20 @@ def test_a_quarter_of_a_round_for_who_has_not_come():
     assert deadline(period=1.0).forming(0) == FORMING_S
 
 
+@pytest.mark.parametrize(
+    ("periods", "waits"),
+    [((0.0, 9.0), True), ((1.0, 9.0), False), ((9.0, 1.0), False), ((9.0, 8.0), True)],
+)
+def test_one_long_round_makes_no_long_rounds(periods, waits):
+    """A node that slept had one: its group would wait until training needs the mean.
+
+    Mutant: the newest counts; nobody knows the first.
+    """
+    found = GroupDeadline(ExchangeTimeouts(), 1, overlap=True)
+    found._periods = {0: periods}
+    assert found.waits_until_needed(0) is waits
+
+
 class Arrived:
     """A reduction: when the last of what each member sends was here."""
 

@@ -188,7 +188,7 @@ def test_own_contribution_refuses_others_before_it_waits(school):
     mine = group_ready(leader.context, round=4)
     other = mine.model_copy(update={"round": 5, "codec": "bfloat16"})
     assert leader._judge("x", other).verdict == "noted"
-    leader.expect(mine, asyncio.Event())
+    leader.expect(mine, asyncio.Event(), asyncio.Event())
     receipt = leader._judge("x", other)
     assert (receipt.verdict, receipt.reason) == (
         "refuse",
@@ -224,6 +224,7 @@ def test_node_in_its_first_round_delays_nobody(school, monkeypatch, place):
     handles = [peer.start(3, float(number)) for number, peer in enumerate(others)]
     assert [handle.result(60).weight for handle in handles] == [3.0] * 3
     assert newcomer.exchange.next_round == 0
+    newcomer.exchange.took_over([3], newcomer=True)
     assert school.values([peer.start(4, 2.0) for peer in (newcomer, *others)]) == [2.0] * 4
 
 
@@ -313,10 +314,10 @@ def test_dead_peer_waits_for_its_new_record(school):
         assert victim.id in peer.exchange._view.expected(0)
 
 
-def test_sleeper_leads_none_before_a_new_record(school):
+def test_sleeper_leads_none_before_it_was_in_a_group(school):
     """Else each round that its rank gives to it would cost the others a part of their patience."""
     leader, *others = school.ranked(school.peers(3, wait=6.0))
-    leader.exchange.rounds.begin(0, 0)
+    leader.exchange.took_over([0], newcomer=True)
     answering = leader.host.handlers[LEADER_PROTOCOL]
     asked = leader.host.fall_silent(LEADER_PROTOCOL)
     assert school.values([peer.start(0, float(number)) for number, peer in enumerate(others)]) == [
@@ -334,17 +335,22 @@ def test_sleeper_leads_none_before_a_new_record(school):
     leader.host.handlers[LEADER_PROTOCOL] = answering
     for peer in others:
         peer.issued[leader.id] = 2.0
+    handle = leader.start(second + 1, 4.0)
+    school.until(lambda: any(peer.waiting(second + 1) for peer in others))
+    assert school.values([handle, *(peer.start(second + 1, 4.0) for peer in others)]) == [4.0] * 3
     third = next(
         round
-        for round in range(second + 1, 200)
+        for round in range(second + 2, 200)
         if school.ranked([leader, *others], round)[0] is leader
     )
-    assert school.values([peer.start(third, 4.0) for peer in (*others, leader)]) == [4.0] * 3
+    handles = [peer.start(third, 1.0) for peer in others]
+    school.until(lambda: leader.waiting(third) == 2)
+    assert school.values([leader.start(third, 4.0), *handles]) == [2.0] * 3
 
 
-def test_late_peer_that_reports_is_awaited_next_round(school):
-    """Who was late and says that it is here is waited for in the next round."""
-    *others, late = school.ranked(school.peers(3, wait=20.0, follow=False))
+def test_who_was_late_takes_part_in_the_next_round(school):
+    """Its group waits for those of the last one, and takes who is there by then."""
+    *others, late = three = school.ranked(school.peers(3, wait=20.0, follow=False))
     for peer in others:
         peer.exchange._view.mark_absent([late.id])
     assert school.values([peer.start(0, float(number)) for number, peer in enumerate(others)]) == [
@@ -357,9 +363,13 @@ def test_late_peer_that_reports_is_awaited_next_round(school):
     round = next(
         round for round in range(1, 100) if school.ranked([*others, late], round)[0] is others[0]
     )
+    handle = late.start(round, 4.0)
+    school.until(lambda: others[0].waiting(round) == 1)
     handles = [peer.start(round, 1.0) for peer in others]
-    school.until(lambda: others[0].waiting(round) == 2)
-    assert school.values([late.start(round, 4.0), *handles]) == [2.0] * 3
+    assert school.values([handle, *handles]) == [2.0] * 3
+    handles = [peer.start(round + 1, 1.0) for peer in others]  # and then it is waited for
+    school.until(lambda: sum(peer.waiting(round + 1) for peer in three) == 2)
+    assert school.values([late.start(round + 1, 4.0), *handles]) == [2.0] * 3
 
 
 def test_returned_peer_is_awaited_by_all(school):
@@ -387,21 +397,20 @@ def test_passed_over_leader_asks_before_leading_again(school):
     for peer in others:
         for round in range(4):  # so it is left out up to round 128
             peer.exchange._view.attendance.missed(late.id, round)
-        assert late.id not in peer.exchange._view.order(0, 4)
+        assert late.id not in peer.exchange._view.order(0, 4, 0)
     led, round, later = [
         round for round in range(4, 128) if school.ranked(three, round)[0] is late
     ][:3]
-    view, other = late.exchange._view, others[0]
+    other = others[0]
     late.rounds[other.id] = round
     assert late.start(led, 9.0).result() is None
     handle = late.start(round, 4.0)
     second = school.ranked(others, round)[0]
     school.until(lambda: second.waiting(round) == 1)
     assert school.values([handle, *(peer.start(round, 1.0) for peer in others)]) == [2.0] * 3
-    assert view.doubted
     other.exchange._view.attendance._misses.clear()
     handle = other.start(later, 1.0)  # it takes it for the leader again, so it is
-    school.until(lambda: not view.doubted)
+    school.until(lambda: late.waiting(later) == 1)
     assert school.values([handle, late.start(later, 3.0)]) == [2.0, 2.0]
 
 
