@@ -252,9 +252,10 @@ class Topic(Generic[M]):
 
     async def take(self, neighbour: str, digest: bytes, data: bytes) -> bool:
         """Check an envelope that came from ``neighbour``, and pass it on if it is sound; return
-        False if any node would have refused it, whatever else it has seen.
+        False if any node would have refused it, whatever else it has seen. Nothing is taken once
+        the topic is closed.
         """
-        if digest in self._seen:
+        if digest in self._seen or self._running.done():
             return True
         self._seen[digest] = None
         self.counters.add("received")
