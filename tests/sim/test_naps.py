@@ -13,7 +13,7 @@ from shoal.swarm.settings.outer import OuterSettings
 def test_a_nap_holds_the_others_up_for_seconds_only(seed):
     """The fault: who slept for five seconds held all others up for the rest of the run, for each of
     them waited for it, or led alone, in other rounds than the next one. Members did .66 and .49 of
-    their inner steps, and by rosters .97 and .98.
+    their inner steps, and by rosters more than .95.
     """
     outer = OuterSettings(method="streaming", codec="sign+ef", every=16).resolved()
     plan = SimPlan(
