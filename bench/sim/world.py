@@ -28,7 +28,7 @@ from tests.sim.network import SimNetwork, Trace
 SAMPLES = 10  # looks at all weights, besides that at the beginning
 # virtual seconds between two collections of garbage: at fixed times, because finalizers act too
 SWEEP_S = 30.0
-NAP_S = (1.0, 8.0)  # virtual seconds for which a peer is stopped
+STOPPED_S = (1.0, 8.0)  # virtual seconds of a nap
 MESSAGE = 0x93  # first byte of every message: msgpack of a list of three, the first of them a text
 
 
@@ -228,7 +228,7 @@ class World:
         """Stop a random peer, as by SIGSTOP, and let it go on after some seconds."""
         awake = [peer for peer in self.live if peer.host.process.state == "awake"]
         if awake:
-            peer, seconds = self._chance.choice(awake), self._chance.uniform(*NAP_S)
+            peer, seconds = self._chance.choice(awake), self._chance.uniform(*STOPPED_S)
             self.network.sleep(peer.host.peer_id)
             self.counts.napped += 1
             self.loop.call_later(seconds, self._wake, peer, self.loop.time(), context=NOTHING)

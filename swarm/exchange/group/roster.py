@@ -64,8 +64,12 @@ class LivenessView:
         One whose record states a round more than ``slack`` beyond this one has begun this round,
         and perhaps later ones, before: it is on its way, or waits elsewhere, or will never come.
         """
+        return self._behind(round + slack) & self._present(round)
+
+    def _present(self, round: int) -> set[str]:
+        """Return the peers in view that are neither left out of ``round`` nor absent."""
         self._absent = self._unrenewed(self._absent)
-        return self._behind(round + slack) & self.hoped(round) - self._absent.keys()
+        return self.hoped(round) - self._absent.keys()
 
     def note_group(self, fragment: int, members: Iterable[str]) -> None:
         """Note the group of all in which this node is: the next round is of the same members.
@@ -105,10 +109,9 @@ class LivenessView:
         is among those ``reached`` by a question.
         """
         roster = self.roster(round, fragment)
-        expected = self.expected(round)  # forgets who was absent and has renewed its record
         if roster:
-            return (roster & self.hoped(round)) - self._absent.keys()
-        return expected | (self.expected(round, self._fragments) - set(reached))
+            return roster & self._present(round)
+        return self.expected(round) | (self.expected(round, self._fragments) - set(reached))
 
     def _behind(self, round: int) -> set[str]:
         rounds = {peer: member.round for peer, member in self.members().items()}
