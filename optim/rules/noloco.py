@@ -1,7 +1,7 @@
 """NoLoCo (2506.10911): heavy ball on the slow weights, averaged with one random peer a round.
 
-    opt = NoLoCo(inner, exchange, every=50)                  # in fragments, overlapped
-    opt = NoLoCo(inner, exchange, every=50, lag=0)           # the paper's: waits for the partner
+    opt = NoLoCo(inner, exchange, every=25)                  # in fragments, overlapped
+    opt = NoLoCo(inner, exchange, every=25, lag=0)           # the paper's: waits for the partner
 
 Which form of the paper's equations this is, and which pull is stable: docs/internals.md, "NoLoCo".
 """
@@ -134,7 +134,7 @@ class NoLoCo(GossipOptimizer):
         inner: Inner,
         exchange: Exchange,
         *,
-        every: int = 50,
+        every: int = 25,
         lr: float = 1.0,
         momentum: float = 0.3,
         pull: float | None = None,
