@@ -29,7 +29,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -57,9 +57,6 @@ from shoal.swarm.wire.envelope import (
     digest,
 )
 from shoal.swarm.wire.messages import MAX_REFUSED, Offer
-
-if TYPE_CHECKING:
-    pass
 
 
 class Payload:
@@ -411,7 +408,9 @@ class ExchangeStats:
         with self._lock:
             if not any(known == key and other == peer for known, other, _ in self._events):
                 self._events.append((key, peer, kind))
-            self._note(key).failures.append((peer, kind))
+            failures = self._note(key).failures
+            if (peer, kind) not in failures:  # a leader may repeat who is lost without end
+                failures.append((peer, kind))
             self._in_a_row[peer] = 0
 
     def caught(self, key: RoundKey, place: Place, error: Exception) -> None:

@@ -5,6 +5,7 @@ How rounds are numbered: docs/internals.md, "The round of a node".
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 
 from shoal.swarm.p2p.newest import Newest
@@ -15,12 +16,13 @@ REMEMBERED = 1024  # groups formed
 class RoundTracker:
     """The rounds that a node has begun, joined and ended.
 
-    A peer that began in the middle may have other remainders than the swarm:
-    it gets the swarm's as an answer.
+    Thread-safe: the training thread hands in, the host's loop begins and ends. A peer that began in
+    the middle may have other remainders than the swarm: it gets the swarm's as an answer.
     """
 
     def __init__(self, fragments: int) -> None:
         self.fragments = fragments
+        self._lock = threading.Lock()
         self.next_round = 0
         """One beyond the furthest round begun, or the round in which the node joined."""
         self._begun: dict[int, int] = {}
@@ -31,33 +33,39 @@ class RoundTracker:
         self._elsewhere: dict[tuple[int, int], str] = {}
 
     def go_back(self, round: int) -> None:
-        self.next_round, self._begun, self._over, self._handed_in = round, {}, {}, {}
-        self._formed.clear()
+        with self._lock:
+            self.next_round, self._begun, self._over, self._handed_in = round, {}, {}, {}
+            self._formed.clear()
 
     def begin(self, round: int, fragment: int) -> None:
         """Note that this node's contribution to ``round`` is there."""
-        self.next_round = max(self.next_round, round + 1)
-        self._begun[fragment] = max(round, self._begun.get(fragment, 0))
+        with self._lock:
+            self.next_round = max(self.next_round, round + 1)
+            self._begun[fragment] = max(round, self._begun.get(fragment, 0))
 
     def due(self, round: int, fragment: int) -> int:
         """Return the round of the next contribution of ``fragment``, which is handed in now: the
         one after the last that is over here, or was handed in; ``round``, as the optimizer counts,
         where there is none.
         """
-        last = max(self._over.get(fragment, -1), self._handed_in.get(fragment, -1))
-        self._handed_in[fragment] = round if last < 0 else last + self.fragments
-        return self._handed_in[fragment]
+        with self._lock:
+            last = max(self._over.get(fragment, -1), self._handed_in.get(fragment, -1))
+            due = round if last < 0 else last + self.fragments
+            self._handed_in[fragment] = due
+        return due
 
     def send_on(self, round: int, fragment: int) -> None:
         """Let the next contribution of ``fragment`` be one to ``round``."""
-        self.next_round = max(self.next_round, round)
-        self._handed_in[fragment] = round - self.fragments
+        with self._lock:
+            self.next_round = max(self.next_round, round)
+            self._handed_in[fragment] = round - self.fragments
 
     def taken(self, applied: Sequence[int]) -> None:
         """Note that the weights here are now those after the rounds ``applied``, by fragment."""
-        for fragment, round in enumerate(applied):
-            if round >= 0:
-                self._over[fragment] = max(round, self._over.get(fragment, 0))
+        with self._lock:
+            for fragment, round in enumerate(applied):
+                if round >= 0:
+                    self._over[fragment] = max(round, self._over.get(fragment, 0))
 
     def join(self, round: int, fragment: int, leader: str) -> None:
         """Note that this node waits at ``leader`` for its group."""
@@ -70,8 +78,9 @@ class RoundTracker:
         """Note that this node's own part in ``round`` is over: its group was formed, or it has
         none.
         """
-        if round <= self._begun.get(fragment, -1):  # else this node went back while it was in it
-            self._over[fragment] = max(round, self._over.get(fragment, 0))
+        with self._lock:
+            if round <= self._begun.get(fragment, -1):  # else this node went back meanwhile
+                self._over[fragment] = max(round, self._over.get(fragment, 0))
         self.leave(round, fragment)
 
     def formed(self, round: int, fragment: int) -> None:

@@ -15,11 +15,6 @@ import random
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    pass
-
 
 ACTIVE_PEERS = 5
 PASSIVE_PEERS = 30

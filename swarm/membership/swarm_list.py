@@ -11,11 +11,12 @@ import asyncio
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.identity import Identity
 from shoal.swarm.manifest import Manifest, Title, is_public, swarm_id, title_of
+from shoal.swarm.membership.seed_announcer import ask_swarms
 from shoal.swarm.p2p.daemon import DAEMON_GONE, Daemon
 from shoal.swarm.p2p.seed_request import addresses_of
 from shoal.swarm.p2p.stream import Stream, short
@@ -28,11 +29,6 @@ from shoal.swarm.wire.messages import (
     Member,
     SwarmsRequest,
 )
-
-if TYPE_CHECKING:
-    pass
-
-from shoal.swarm.membership.seed_announcer import ask_swarms
 
 log = logging.getLogger(__name__)
 

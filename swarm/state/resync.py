@@ -120,6 +120,8 @@ class Resynchronizer:
         self._diverged: set[int] = set()  # fragments
         # Rounds of a fragment that this node has missed since it was with its group.
         self._missed: Counter[int] = Counter()
+        # By fragment the last round that these weights hold.
+        self._held: dict[int, int] = {}
         # Rounds that this node's weights are behind its round, since it was with its group.
         self._late = 0
         self._preferred: frozenset[str] = frozenset()
@@ -144,6 +146,7 @@ class Resynchronizer:
             self._diverged = {
                 p for p, round in enumerate(state.applied) if round < state.round - fragments
             }
+            self._held = {p: round for p, round in enumerate(state.applied) if round >= 0}
 
     def restarted(self) -> None:
         """Note that this node's weights were replaced on purpose: what is being fetched does not
@@ -153,6 +156,7 @@ class Resynchronizer:
             self._pending.cancel()
             self._pending = None
         self._missed.clear()
+        self._held.clear()
         self._returned()
 
     def on_round(self, info: RoundInfo, *, behind: int, split: SplitDecision | None = None) -> None:
@@ -169,14 +173,15 @@ class Resynchronizer:
         if not self._opt.anchored:
             self._follow_refusals(fragment, behind, together)
             return
+        missed = self._skipped(fragment, info.key.round) + int(not together)
+        self._held[fragment] = info.key.round + behind
         if behind:
             # Or earlier: then the weights must come from a later round.
             self._opt.applied[fragment] = info.key.round + behind
-            self._missed[fragment] += max(behind // self._opt.fragments, 1)
+            missed += max(behind // self._opt.fragments, 1)
             self._late += behind
-        if not together:
-            self._missed[fragment] += 1
-        if behind or not together:
+        self._missed[fragment] += missed
+        if missed:
             self._diverged.add(fragment)
         elif fragment not in self._diverged:
             self._missed[fragment] = 0
@@ -185,6 +190,15 @@ class Resynchronizer:
             self._give_way(split)
         if self._diverged and self._pending is None and self._backoff.is_due(self._opt.round):
             self._ask()
+
+    def _skipped(self, fragment: int, round: int) -> int:
+        """Return how many rounds of ``fragment`` lie between the last one that these weights hold
+        and ``round``: weights that were taken over may be those of before a round that moved on
+        without a result here.
+        """
+        fragments = self._opt.fragments
+        held = self._held.get(fragment, round - fragments)
+        return max((round - held) // fragments - 1, 0)
 
     def _follow_refusals(self, fragment: int, behind: int, together: bool) -> None:
         """Begin as a newcomer does once peers refuse a node that comes from far behind.
@@ -302,6 +316,7 @@ class Resynchronizer:
         self._diverged -= set(taken)
         # This node has missed again what the source had in flight and it has not.
         for part in taken:
+            self._held[part] = state.applied[part]
             if not self._is_in(part, state.applied[part]):
                 self._diverged.add(part)
 

@@ -6,7 +6,7 @@ Rank 0 alone is in the network. Between two steps the other ranks do what it ord
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
@@ -16,15 +16,11 @@ from shoal.optim.ranks.orders import Channel, obey
 from shoal.swarm.membership.membership import Membership
 from shoal.swarm.settings.outer import OuterSettings
 from shoal.swarm.settings.training import TrainSettings
+from shoal.swarm.training.session import Session
 from shoal.swarm.training.session_setup import (
     SessionError,
 )
 from shoal.swarm.training.shard import Shard
-
-if TYPE_CHECKING:
-    pass
-
-from shoal.swarm.training.session import Session
 
 
 class FollowingSession(Session):

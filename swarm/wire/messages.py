@@ -282,8 +282,7 @@ class GroupReceipt(Message):
 class GroupProbe(Message):
     """Signed question of a leader to a member that is missing in a round: where it is.
 
-    The receipt in answer says ``noted`` if it may still come, ``busy`` if it has just joined and
-    has contributed nothing yet.
+    The receipt in answer says ``noted`` if it may still come.
     """
 
     KIND = "group-probe"
@@ -362,7 +361,7 @@ class GroupReport(Message):
 class GroupDecision(Message):
     """Signed decision of the leader: the members whose contributions make the mean.
 
-    None: the exchange is off. ``averages``: the SHA-256 of those in all reports.
+    0: nobody's, the round is without a mean. ``averages``: the SHA-256 of those in all reports.
     """
 
     KIND = "group-decision"

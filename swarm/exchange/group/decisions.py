@@ -58,11 +58,11 @@ class DecisionLog:
         """
         self._pending[nonce] = asyncio.Event()
 
-    def leads(self, nonce: bytes) -> bool:
-        """Return whether this node's decision on the group is due. A member of it knows the
-        nonce.
+    def knows(self, nonce: bytes) -> bool:
+        """Return whether the group has a decision here, or one of this node is due. A member of it
+        knows the nonce.
         """
-        return nonce in self._pending
+        return nonce in self._pending or nonce in self._sealed
 
     def settle(self, nonce: bytes, mean: int, averages: bytes = b"") -> bytes:
         """Decide once. ``averages``: those that all members of the mean have reported."""

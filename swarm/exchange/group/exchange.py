@@ -559,7 +559,7 @@ class GroupExchange(ExchangeBase):
         self.sketches = {peer: group.readies[peer].sketch for peer in compared}
         is_included = included & group.places([me])
         holds_all = not included & ~reduction.places()
-        if not is_included or not holds_all:
+        if not is_included or not holds_all or not others:
             return
         outcome = reduction.result(included)
         if not attempt.commit.commit(outcome):
@@ -595,10 +595,17 @@ class GroupExchange(ExchangeBase):
         refused = f"a group from peer {short(group.leader)} was refused"
         if before is not None and (before.reduction == "gather" or group.reduction != "gather"):
             raise MessageError(f"{refused}: it asks for attempts without end.")
-        if group.leader != self._context.me and self._decisions.leads(group.nonce):
-            raise MessageError(f"{refused}: its nonce is that of a group led here.")
-        # Of a second reduction no longer: what was begun is ended.
-        barred = self._view.barred(group.members) if before is None else ()
+        is_used = self._decisions.knows(group.nonce) or self._streams.is_running(group.nonce)
+        if group.leader != self._context.me and is_used:
+            raise MessageError(f"{refused}: its nonce is that of another group.")
+        if before is not None:
+            strangers = sorted(set(group.members) - set(before.members))
+            if strangers:
+                raise MessageError(
+                    f"{refused}: its member {short(strangers[0])} was not in it when it began."
+                )
+            return  # what was begun is ended, also with one that is banned since
+        barred = self._view.barred(group.members)
         if barred:
             raise MessageError(f"{refused}: its member {short(barred[0])} is banned.")
 

@@ -115,8 +115,8 @@ class GroupCommit:
 
     While the leader's own part of the reduction moves, it goes on for as long as that may take, and
     then the others have as long again as that part took, because their links may be slower; once
-    the leader's training waits, no more than that, or its budget if that is more. Nobody that is
-    passed over is waited for.
+    the leader's training waits, no more than that, or its budget if that is more. Where the leader
+    is no member, half of the members stand for its part. Nobody that is passed over is waited for.
 
     An all-reduce counts if every member has every part of it. If not, those who are left try once
     more, by gathering, which counts for whatever they all hold.
@@ -166,6 +166,8 @@ class GroupCommit:
                     for p, member in everybody.items()
                     if not (member.gone or self._passed_over(p) or p in self._liars)
                 }
+                for p in everybody.keys() - self._members.keys():
+                    everybody[p].dismiss()
                 log.info(
                     "an all-reduce of %d failed: the remaining %d gather",
                     len(everybody),
@@ -247,15 +249,16 @@ class GroupCommit:
         loop = asyncio.get_running_loop()
         everybody, lost = (1 << len(self._members)) - 1, 0
         own, deadline, took = self._members.get(self._leader.me), until, 0.0
+        is_measured, is_cut = False, False
         if own is not None:
             deadline = max(until, self._began + self._longest)
         while True:
             self._changed.clear()
-            if own is not None and (own.gone or nonce in own.held):
-                took, own = loop.time() - self._began, None
+            if not is_measured and self._is_first_part_over(nonce, own):
+                is_measured, took = True, loop.time() - self._began
                 deadline = max(until, loop.time() + took)
-            if own is None and took and self._needed.is_set():
-                deadline, took = min(deadline, loop.time() + max(self._again, took)), 0.0
+            if is_measured and not is_cut and (own is None or self._needed.is_set()):
+                is_cut, deadline = True, min(deadline, loop.time() + max(self._again, took))
             gone = sum(
                 1 << place
                 for place, member in enumerate(self._members.values())
@@ -278,6 +281,13 @@ class GroupCommit:
                 await asyncio.wait_for(self._changed.wait(), deadline - loop.time())
             except TimeoutError:
                 return
+
+    def _is_first_part_over(self, nonce: bytes, own: MemberState | None) -> bool:
+        """Return whether the leader's part is over; where it has none, half of the members'."""
+        if own is not None:
+            return own.gone or nonce in own.held
+        over = sum(member.gone or nonce in member.held for member in self._members.values())
+        return 2 * over >= len(self._members)
 
     async def _send_all(self, message: Message) -> None:
         """Send a message to every remaining member; one that cannot be reached counts as gone."""
@@ -407,9 +417,7 @@ class GroupLeader:
         if receipt.verdict != "noted":
             await channel.send(receipt)
             return
-        until = asyncio.get_running_loop().time() + min(
-            ready.patience, self.time.collecting(ready.fragment)
-        )
+        until = asyncio.get_running_loop().time() + self._patience(signer, ready)
         member = MemberState(channel, sealed, ready, until)
         pending = self._admit(signer, member)
         try:
@@ -422,17 +430,26 @@ class GroupLeader:
                 del pending.members[signer]
             pending.changed.set()
 
+    def _patience(self, peer: str, ready: GroupReady) -> float:
+        """Return the seconds for which ``peer`` waits for its group: what it states, within this
+        node's own. A stranger cannot state so few that the others are too late.
+        """
+        is_known = peer == self.me or self.view.evidence.knows(peer)
+        least = 0.0 if is_known else self.time.forming(ready.fragment)
+        return min(max(ready.patience, least), self.time.collecting(ready.fragment))
+
     def _judge(self, peer: str, ready: GroupReady) -> GroupReceipt:
         """Return the answer to a ready message."""
         refusal = self._refusal(peer, ready)
         if refusal is not None:
             return GroupReceipt(verdict="refuse", reason=refusal, round=ready.round)
         self.view.mark_awake(peer)
-        self.view.evidence.heard(peer, ready.round)
         instead = self._rounds.instead(ready.round, ready.fragment)
-        if instead is not None:
-            if peer != self.me:
+        if peer != self.me:
+            self.view.evidence.heard(peer, ready.round)
+            if instead is not None:
                 self.view.evidence.called(peer, ready.round)
+        if instead is not None:
             return GroupReceipt(verdict="passed", round=instead)
         leader = self._rounds.leader(ready.round, ready.fragment)
         if leader not in (None, self.me) and peer != self.me:
@@ -553,7 +570,13 @@ class GroupLeader:
         """Begin ``work`` on the loop, which knows a task only as long as somebody holds it."""
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if isinstance(error, Exception):  # this node's own, which nobody else would see
+            self.context.host.internal_errors.caught("exchange", error)
 
     async def _attend(self, member: MemberState) -> None:
         """Receive the member's reports until its group is over or it is gone."""

@@ -20,7 +20,6 @@ import math
 import threading
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -39,9 +38,6 @@ from shoal.swarm.exchange.group.streams import PeerStreams
 from shoal.swarm.p2p.stream import Stream, short
 from shoal.swarm.p2p.tasks import running, stop
 from shoal.swarm.wire.envelope import HashList
-
-if TYPE_CHECKING:
-    pass
 
 log = logging.getLogger(__name__)
 
@@ -487,10 +483,13 @@ class AllReduce(ShareReduction):
         nbytes = (part.stop - part.start) * dtype.itemsize
         data = await stream.receive(nbytes, timeout)
         if len(data) != nbytes:
-            raise MessageError(
+            error = MessageError(
                 f"peer {short(stream.peer_id)} sent a part of {len(data)} bytes where {nbytes} "
-                "were agreed."
+                "were agreed.",
+                "damaged",
             )
+            self._attempt.failed(stream.peer_id, error)
+            raise error
         return torch.frombuffer(bytearray(data), dtype=dtype)
 
 

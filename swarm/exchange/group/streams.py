@@ -105,6 +105,9 @@ class PeerStreams:
             if wanted == nonce:
                 event.set()
 
+    def is_running(self, nonce: bytes) -> bool:
+        return nonce in self._running
+
     def end(self, reduction: Accepting) -> None:
         self._running.pop(reduction.group.nonce, None)
 

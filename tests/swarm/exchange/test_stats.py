@@ -199,3 +199,12 @@ def test_a_real_peer_that_is_not_there_is_unreachable():
     with Host.start(Identity.ephemeral()) as host, pytest.raises(NetworkError) as caught:
         host.call(host.open(nobody, "/shoal/exchange/1", addresses=(address,), timeout=30), 60)
     assert kind_of(caught.value) == "unreachable"
+
+
+def test_what_a_leader_repeats_is_noted_once():
+    """The fault: one that repeats who is lost filled the memory."""
+    stats, key = ExchangeStats(), RoundKey("run", 0)
+    for _ in range(100):
+        stats.failed(key, "a", "broken")
+    stats.failed(key, "a", "timeout")
+    assert stats.of(key).failures == [("a", "broken"), ("a", "timeout")]

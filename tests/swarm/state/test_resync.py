@@ -198,6 +198,24 @@ def test_each_fragment_has_rounds_of_its_own(monkeypatch, in_flight, diverged):
     assert swarm.resynchronizer.diverged is diverged
 
 
+def test_a_round_that_the_weights_lack_is_noticed(monkeypatch):
+    """The fault: weights of before a round that had moved on here, without a result, were taken
+    over; nothing said that they lack it.
+    """
+    swarm = Swarm(monkeypatch)
+    swarm.met = ("me", "other")
+    swarm.train(2)
+    assert not swarm.asked
+    swarm.resynchronizer._diverged.add(0)
+    swarm.resynchronizer._rebase_on(State(2, swarm.theirs, swarm.opt.shared, [1]))
+    assert not swarm.resynchronizer.diverged
+    swarm.opt.round = 3  # round 2 ended meanwhile, and its result was dropped
+    swarm.train(1)
+    assert len(swarm.asked) == 1
+    swarm.train(2)
+    assert len(swarm.asked) == 1
+
+
 def test_giving_way_asks_the_other_part_alone(monkeypatch):
     """Who gives way asks the other part alone and moves its fast weights."""
     swarm = Swarm(monkeypatch, others=("other", "mate", "far"))

@@ -24,6 +24,7 @@ from shoal.swarm.exchange.group.leader import LEADER_PROTOCOL, GroupCommit, Memb
 from shoal.swarm.exchange.group.reduction import AllGather, AllReduce, Gathered
 from shoal.swarm.exchange.group.roster import encode_list, ready_message
 from shoal.swarm.exchange.group.streams import PAYLOAD_PROTOCOL
+from shoal.swarm.exchange.timeouts import ExchangeTimeouts
 from shoal.swarm.identity import Identity
 from shoal.swarm.p2p.stream import Stream
 from shoal.swarm.wire.envelope import fresh_nonce, seal, unpack, unseal
@@ -457,6 +458,110 @@ def test_a_leader_gets_one_more_attempt_not_one_after_another(school, monkeypatc
     monkeypatch.setattr(GroupCommit, "run", endless)
     assert [handle.result() for handle in start(school.peers(3, wait=1.0), FLOAT32)] == [None] * 3
     assert len(reductions) == len(set(reductions)) == 3
+
+
+def test_a_second_attempt_brings_no_new_member(school, monkeypatch):
+    """The fault: in the second, a leader could add whom it wanted, also a banned one."""
+
+    async def adding(commit):
+        *few, (last, late) = commit._members.items()
+        until = asyncio.get_running_loop().time() + 60.0
+        commit._members = dict(few)
+        assert not await commit._try_reduction("allreduce", until)
+        commit._members[last] = late
+        await commit._try_reduction("gather", until)
+
+    monkeypatch.setattr(GroupCommit, "_everybody", lambda commit, nonce: 0)
+    monkeypatch.setattr(GroupCommit, "run", adding)
+    peers = school.peers(4, wait=1.0, chunk_timeout=1.0)
+    assert [handle.result() for handle in start(peers, FLOAT32)] == [None] * 4
+
+
+@pytest.mark.parametrize("used", ["decided", "under way"])
+def test_a_nonce_that_was_used_is_refused(school, monkeypatch, used):
+    """The fault: a second group of the same nonce took the streams of the first."""
+    monkeypatch.setattr(group_lead, "fresh_nonce", lambda: bytes(16))
+    peers = school.peers(3, wait=1.0)
+    for peer in peers:
+        if used == "decided":
+            peer.exchange._decisions.remember(bytes(16), b"")
+        else:
+            peer.exchange._streams._running[bytes(16)] = None
+    assert [handle.result() for handle in start(peers, FLOAT32)] == [None] * 3
+
+
+def test_a_decision_for_one_member_is_none(school, monkeypatch):
+    monkeypatch.setattr(GroupCommit, "_common", lambda commit, nonce: 1)
+    peers = school.peers(3)
+    assert [handle.result() for handle in start(peers, FLOAT32)] == [None] * 3
+    assert all(peer.exchange.evidence.partners == frozenset() for peer in peers)
+
+
+def commit_of(*names, me="a", **leads):
+    """A group of ``names`` that ``me`` has formed; what the leader has in place of the usual."""
+
+    def member():
+        channel = SimpleNamespace(stream=SimpleNamespace(close=lambda: None))
+        return MemberState(channel, b"", SimpleNamespace(nbytes=8, codec="float32"), 0.0)
+
+    nobody = SimpleNamespace(is_turned_away=lambda peer, round: False)
+    usual = {
+        "me": me,
+        "gather": False,
+        "decisions": None,
+        "needed": lambda fragment: asyncio.Event(),
+        "timeouts": ExchangeTimeouts(),
+        "time": SimpleNamespace(reducing=lambda nbytes, fragment: 0.01),
+        "view": SimpleNamespace(attendance=nobody),
+    }
+    leader = SimpleNamespace(**{**usual, **leads})
+    return GroupCommit(leader, (0, 0), {name: member() for name in names}, alone=True)
+
+
+def test_a_leader_that_is_no_member_waits_no_longer():
+    """The fault: who leads several groups, or before its own turn, waited for who never reports
+    until the members gave it up, and blamed it.
+    """
+    nonce = fresh_nonce()
+
+    async def waits():
+        commit = commit_of(*"bcde")
+        commit._began = asyncio.get_running_loop().time()
+        for name in "bcd":
+            commit._members[name].report(GroupReport(nonce=nonce, held=15))
+        await asyncio.wait_for(commit._reports(nonce, math.inf, False), 30.0)
+
+    asyncio.run(waits())
+
+
+def test_who_has_no_part_in_the_second_attempt_is_let_go(monkeypatch):
+    """The fault: it waited for the others' end, and blamed the leader."""
+    gone = []
+
+    async def failing(commit, reduction, until):
+        gone.append([name for name, member in everybody.items() if member.over.is_set()])
+        commit._liars = {"c"}
+        return False
+
+    monkeypatch.setattr(GroupCommit, "_try_reduction", failing)
+    commit = commit_of(*"abcde")
+    everybody = dict(commit._members)
+    asyncio.run(commit.run())
+    assert gone == [[], ["c"]]
+
+
+def test_own_errors_of_a_leader_are_counted(school):
+    """The fault: its members waited in vain, and nobody said why."""
+    peer = school.peers(1)[0]
+
+    async def fails():
+        raise ZeroDivisionError
+
+    async def begin():
+        peer.exchange._leader.start(fails())
+
+    peer.host.submit(begin()).result(30)
+    school.until(lambda: peer.host.internal_errors.total == 1)
 
 
 def test_own_groups_nonce_is_refused(school, monkeypatch):

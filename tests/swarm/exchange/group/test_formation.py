@@ -182,6 +182,17 @@ def test_one_peer_takes_few_places_of_a_leader(school):
     assert [judged(5, fragment) for fragment in (1, 2, 2**53)] == ["noted", "refuse", "refuse"]
 
 
+def test_a_stranger_that_does_not_wait_cuts_no_group_short(school):
+    """The fault: with a patience of 0 a free key ended the wait for all others in each round."""
+    one = school.peers(1)[0]
+    leader, mine = one.exchange._leader, group_ready(one.exchange._context)
+    hurried = mine.model_copy(update={"patience": 0.0})
+    assert leader._patience("x", hurried) == one.exchange.time.forming(0) > 0
+    one.exchange.evidence.met({"x"}, 3)
+    assert leader._patience("x", hurried) == 0.0
+    assert leader._patience(one.id, hurried) == 0.0
+
+
 def test_own_contribution_refuses_others_before_it_waits(school):
     """What this node contributed last says what it will, so nobody that differs waits in vain."""
     leader = school.peers(1)[0].exchange._leader
