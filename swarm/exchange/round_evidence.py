@@ -143,8 +143,9 @@ class RoundEvidence:
             1 + int((now - began) / usual_s / self._fragments)
         )
         usual = median_low(met if len(met) > 1 else words or [said])
+        heard = others.keys() | dict(self._said).keys()  # also of those whose records are not here
         is_new = not self._met and math.isinf(usual_s)
-        if len(words) < 2 and not (is_new and others.keys() == {peer}):
+        if len(words) < 2 and not (is_new and heard == {peer}):
             reach = self._newest + passed + max(ALONE * self._fragments - self._ahead, 0)
             usual = (
                 usual if usual <= reach else self._newest

@@ -50,6 +50,16 @@ def test_free_records_move_a_node_nowhere():
     assert node.furthest("friend", 14, 10.0) == 14  # whom it has met is believed
 
 
+def test_a_newcomer_that_heard_two_follows_no_single_word():
+    """The fault: one whose record had not come did not count, and the other was believed."""
+    node = evidence({"liar": Record(FAR)})
+    node.begin(0.0, 6)
+    node.heard("liar", FAR)
+    assert node.furthest("liar", FAR, 0.0) > 6 + ALONE  # there is nobody else
+    node.heard("friend", 6)
+    assert node.furthest("liar", FAR, 0.0) <= 6 + ALONE
+
+
 def test_median_of_met_peers_decides():
     """Of those met the median decides and another model does not count."""
     members = {
