@@ -534,7 +534,7 @@ def test_a_leader_that_is_no_member_waits_no_longer():
     asyncio.run(waits())
 
 
-def test_who_has_no_part_in_the_second_attempt_is_let_go(monkeypatch):
+def test_who_is_dropped_after_the_first_attempt_is_let_go(monkeypatch):
     """The fault: it waited for the others' end, and blamed the leader."""
     gone = []
 
