@@ -179,8 +179,11 @@ class PendingExchange:
     def _awaited(self, codec: Codec) -> bool:
         """Return True if the codec awaits the outcome.
 
-        An exchange without a partner in view need not have encoded.
+        An exchange without a partner in view need not have encoded. One that encodes in a thread of
+        its own is waited for.
         """
+        if isinstance(codec, Rejectable) and self.handle is not None:
+            self.handle.encode()
         return isinstance(codec, Rejectable) and self.weights.agreed(codec.pending)
 
     def _reject(self, codec: Codec) -> None:

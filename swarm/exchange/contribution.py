@@ -99,6 +99,40 @@ class Payload:
         return self._decoded()
 
 
+class EncodedPayload(Payload):
+    """Payload that ``codec`` makes of ``tensors`` once, when it is first read: in a worker thread,
+    while training goes on, or in the thread of `EncodedContribution.prepared`.
+    """
+
+    def __init__(
+        self, tensors: Sequence[Tensor], codec: Codec, shapes: Sequence[tuple[int, ...]]
+    ) -> None:
+        self.nbytes = codec.nbytes(shapes)
+        self._tensors: Sequence[Tensor] = tensors
+        self._codec, self._shapes = codec, shapes
+        self._made: Tensor | None = None
+        self._refused: ValueError | None = None
+        self._lock = threading.Lock()
+
+    def whole(self) -> Tensor:
+        """Return all bytes. Raises ContributionError, each time, if the codec refuses them."""
+        with self._lock:
+            if self._made is None and self._refused is None:
+                try:
+                    with torch.no_grad():  # a setting of each thread
+                        tensors = [tensor.float() for tensor in self._tensors]
+                        self._made = self._codec.encode(tensors)
+                except ValueError as error:
+                    self._refused = error
+                self._tensors = ()
+        if self._made is None:
+            raise refusal(self._refused) from self._refused
+        return self._made
+
+    def tensors(self) -> Sequence[Tensor]:
+        return self._codec.decode(self.whole(), self._shapes)
+
+
 class BorrowedPayload(Payload):
     """Payload of plain floats that is made from ``tensors`` (on the CPU) as it is read, so nothing
     of their size is held.
@@ -181,7 +215,7 @@ class EncodedContribution:
     """Of the slow weights after the round that this node finished last."""
 
     def prepared(self) -> EncodedContribution:
-        """Write and digest what is to be sent, and return this. Slow."""
+        """Write and digest what is to be sent, and return this. Slow. Raises ContributionError."""
         assert self.payload.sha256
         return self
 
@@ -201,13 +235,22 @@ class ContributionError(ShoalError, ValueError):
     """A contribution that cannot be sent: its values diverged, or the codec is not for them."""
 
 
+def refusal(error: ValueError | None) -> ContributionError:
+    """Return what training is told of the ``error`` of a codec."""
+    return ContributionError(f"Cannot send what was trained: {error}.")
+
+
 def encode_contribution(swarm: str, contribution: Contribution) -> EncodedContribution:
     """Encode a contribution, of which tensors that are `OnDemand` are borrowed where the codec
     allows it.
 
+    Of these, a codec's payload is made when it is first read (`EncodedPayload`), so that training
+    does not wait for it.
+
     Raises:
         ValueError: it is of another run than ``swarm``.
-        ContributionError: the codec refuses the tensors.
+        ContributionError: the codec refuses the tensors; of those that are read later `prepared`
+            raises it.
     """
     key, tensors, codec = contribution.key, contribution.tensors, contribution.codec
     if key.run != swarm:
@@ -220,7 +263,7 @@ def encode_contribution(swarm: str, contribution: Contribution) -> EncodedContri
     try:
         payload = _encoded(contribution, shapes)
     except ValueError as error:
-        raise ContributionError(f"Cannot send what was trained: {error}.") from error
+        raise refusal(error) from error
     weight = min(float(contribution.weight), MAX_WEIGHT)
     return EncodedContribution(key, payload, shapes, codec, weight, contribution.unweighted_count)
 
@@ -231,6 +274,8 @@ def _encoded(contribution: Contribution, shapes: tuple[Shape, ...]) -> Payload:
     if isinstance(tensors, OnDemand) and isinstance(codec, FloatCodec) and tensors.on_cpu:
         return BorrowedPayload(tensors, codec)
     pairs = for_pairs(codec)
+    if pairs is None and isinstance(tensors, OnDemand):
+        return EncodedPayload(tensors, codec, shapes)
     if pairs is None:
         data = codec.encode([tensor.float() for tensor in tensors])
         return Payload(data.numel(), lambda: data, lambda: codec.decode(data, shapes))

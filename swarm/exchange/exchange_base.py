@@ -120,7 +120,7 @@ class ExchangeHandle(Handle, Generic[R]):
 
     def result(self, deadline: float | None = None) -> Mean | None:
         """Wait at most ``deadline`` seconds (None: the exchange's own limits); then give the round
-        up and return None.
+        up and return None. Raises ContributionError if the codec refuses what was handed in.
         """
         began = time.monotonic()
         if not self._future.done():
@@ -133,7 +133,11 @@ class ExchangeHandle(Handle, Generic[R]):
                 self._wait(began + limit)
         finally:
             self._exchange.waited += time.monotonic() - began
+        self.encode()
         return self._mean_of(self._attempt.outcomes())
+
+    def encode(self) -> None:
+        self._attempt.contribution.prepared()
 
     def close(self) -> None:
         """Give the round up without waiting, so that the partner does not count a contribution that

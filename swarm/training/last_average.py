@@ -344,6 +344,9 @@ class _RestingHandle(Handle):
         with self._waiting():
             return self._inner.result(deadline)
 
+    def encode(self) -> None:
+        self._inner.encode()
+
     def close(self) -> None:
         self._inner.close()
 

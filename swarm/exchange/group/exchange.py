@@ -30,6 +30,7 @@ from shoal.optim.exchange.update_screen import TRUSTING, UpdateScreen
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.exchange.context import PeerContext
 from shoal.swarm.exchange.contribution import (
+    ContributionError,
     ExchangeAttempt,
     encode_contribution,
 )
@@ -287,11 +288,12 @@ class GroupExchange(ExchangeBase):
     def start(self, contribution: Contribution) -> ExchangeHandle[Outcome]:
         """Begin a round.
 
-        ValueError if it is of another run than this swarm, or if the codec refuses the tensors.
+        ValueError if it is of another run than this swarm, or if the codec refuses the tensors:
+        those of an `OnDemand` only by the handle's ``encode``.
         """
         check_no_pair(contribution.codec)
         mine = replace(
-            encode_contribution(self._context.swarm, contribution).prepared(), sketch=self.sketch()
+            encode_contribution(self._context.swarm, contribution), sketch=self.sketch()
         )
         nbytes = moved(mine.payload.nbytes, min(self._largest, len(self._context.members())))
         self.stats.begin(mine.key)
@@ -312,7 +314,10 @@ class GroupExchange(ExchangeBase):
         attempt.commit.when_awaited(lambda: loop.call_soon_threadsafe(wakes))
         pending = _RoundState(attempt, now, wait)
         try:
+            await asyncio.to_thread(attempt.contribution.prepared)
             await self._follow_leaders(pending)
+        except ContributionError as error:  # training is told by the handle
+            log.info("round %d: %s", attempt.key.round, error)
         except Exception as error:  # this node's own: it costs one round, never the training
             pending.attempt.caught("exchange", error)
         finally:
