@@ -292,9 +292,7 @@ class GroupExchange(ExchangeBase):
         those of an `OnDemand` only by the handle's ``encode``.
         """
         check_no_pair(contribution.codec)
-        mine = replace(
-            encode_contribution(self._context.swarm, contribution), sketch=self.sketch()
-        )
+        mine = replace(encode_contribution(self._context.swarm, contribution), sketch=self.sketch())
         nbytes = moved(mine.payload.nbytes, min(self._largest, len(self._context.members())))
         self.stats.begin(mine.key)
         attempt = ExchangeAttempt[Outcome](mine, screen=self._screen, stats=self.stats)

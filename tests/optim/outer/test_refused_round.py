@@ -38,18 +38,48 @@ CASES = {
 }
 
 
+class LateHandle(Handle):
+    """Handle of an exchange that encodes while training goes on: here not before it is asked or, if
+    it is given up, before the next one begins.
+    """
+
+    def __init__(self, mine, outcome, given_up):
+        self.mine, self.outcome, self.mean, self.given_up = mine, outcome, None, given_up
+
+    def done(self):
+        return True
+
+    def encode(self):
+        if self.mine is not None:
+            shapes = [tuple(tensor.shape) for tensor in self.mine.tensors]
+            sent = self.mine.codec.decode(self.mine.codec.encode(self.mine.tensors), shapes)
+            self.mean = Mean(sent, 1.0, ("me",)) if self.outcome == "late yes" else None
+            self.mine = None
+
+    def result(self, deadline=None):
+        self.encode()
+        return self.mean
+
+    def close(self):
+        self.given_up.append(self)
+
+
 class ScriptedExchange(Exchange):
-    """Exchange of one peer with given outcomes: "yes", "no" (encoded and sent in vain) or "nobody"
-    (not even encoded).
+    """Exchange of one peer with given outcomes: "yes", "no" (encoded and sent in vain), the same
+    "late", or "nobody" (not even encoded).
     """
 
     def __init__(self, outcomes):
-        self.outcomes = iter(outcomes)
+        self.outcomes, self.given_up = iter(outcomes), []
 
     def start(self, mine):
+        while self.given_up:
+            self.given_up.pop().encode()
         outcome = next(self.outcomes, "nobody")
         if outcome == "nobody":
             return NoPartner()
+        if outcome.startswith("late"):
+            return LateHandle(mine, outcome, self.given_up)
         shapes = [tuple(tensor.shape) for tensor in mine.tensors]
         sent = mine.codec.decode(mine.codec.encode(mine.tensors), shapes)
         mean = Mean(sent, 1.0, ("me",)) if outcome == "yes" else None
@@ -97,7 +127,9 @@ class Drifting:
             torch.testing.assert_close(error.double() - weight.double(), learnt, rtol=0, atol=1e-4)
 
 
-rounds = st.lists(st.sampled_from(["yes", "no", "nobody"]), min_size=1, max_size=8)
+rounds = st.lists(
+    st.sampled_from(["yes", "no", "late yes", "late no", "nobody"]), min_size=1, max_size=8
+)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -125,6 +157,23 @@ def test_a_state_saved_during_an_exchange_has_the_same_residual(case, codec, bef
     world.finish()  # saving changed nothing
     again.train(EVERY * len(after))
     again.finish()
+
+
+@pytest.mark.parametrize("case", ["a round late", "eager"])
+def test_what_is_dropped_while_it_is_encoded_is_taken_back(case):
+    def dropped(outcome):
+        world = Drifting(*CASES[case], codec_named("sign+ef"), [outcome] * 20, 0)
+        for _ in range(5):
+            world.train(3)
+            while not world.opt.in_flight(0):
+                world.train(1)
+            slow = [tensor.clone() for tensor in world.opt.slow]
+            world.opt.adopt(slow, round=world.opt.round)
+        world.train(4)
+        return [*world.weights, *world.opt.codec.error]
+
+    for late, early in zip(dropped("late yes"), dropped("yes"), strict=True):
+        torch.testing.assert_close(late, early)
 
 
 @settings(max_examples=20)

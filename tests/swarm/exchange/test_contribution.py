@@ -3,6 +3,8 @@ contributions of weight 0.
 """
 
 import math
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from shoal.optim.exchange.on_demand import OnDemand, differences
 from shoal.swarm.exchange.contribution import (
     BorrowedPayload,
     ContributionError,
+    EncodedPayload,
     Payload,
     encode_contribution,
     float32_digest,
@@ -73,7 +76,7 @@ def test_diverged_weights_end_in_a_sentence(name):
         encode_contribution(SWARM, diverged)
 
 
-@pytest.mark.parametrize(("name", "kind"), [("float32", BorrowedPayload), ("int8", Payload)])
+@pytest.mark.parametrize(("name", "kind"), [("float32", BorrowedPayload), ("int8", EncodedPayload)])
 def test_only_plain_floats_are_borrowed(name, kind):
     borrowed, encoded = (
         encode_contribution(
@@ -83,6 +86,42 @@ def test_only_plain_floats_are_borrowed(name, kind):
     )
     assert type(borrowed) is kind
     assert borrowed.sha256 == encoded.sha256
+
+
+class Counted:
+    """A codec that notes in which threads it encodes."""
+
+    def __init__(self, codec):
+        self.codec, self.name, self.threads = codec, codec.name, []
+        self.nbytes, self.decode = codec.nbytes, codec.decode
+
+    def encode(self, tensors):
+        self.threads.append(threading.current_thread())
+        return self.codec.encode(tensors)
+
+
+def test_a_codec_encodes_once_and_not_in_the_thread_that_hands_in():
+    """It has a memory: encoded twice, what was learnt would count twice."""
+    codec = Counted(codec_named("sign+ef"))
+    mine = encode_contribution(
+        SWARM, Contribution(RoundKey(SWARM, 0), OnDemand(made(0)), codec=codec)
+    )
+    assert (codec.threads, mine.payload.nbytes) == ([], codec.nbytes(mine.shapes))
+    with ThreadPoolExecutor(4) as pool:
+        digests = {one.payload.sha256 for one in pool.map(lambda _: mine.prepared(), range(8))}
+    assert (len(digests), len(codec.threads)) == (1, 1)
+    assert threading.current_thread() not in codec.threads
+    assert torch.equal(mine.payload.whole(), codec_named("sign+ef").encode(made(0)))
+
+
+def test_what_a_codec_refuses_it_refuses_whoever_asks():
+    tensors = OnDemand([torch.tensor([1.0, math.nan])])
+    mine = encode_contribution(
+        SWARM, Contribution(RoundKey(SWARM, 0), tensors, codec=codec_named("sign+ef"))
+    )
+    for ask in (mine.prepared, mine.payload.tensors, mine.prepared):
+        with pytest.raises(ContributionError, match=r"^Cannot send what was trained: .* lower the"):
+            ask()
 
 
 def test_the_digest_of_weights_is_that_of_their_float32_values():

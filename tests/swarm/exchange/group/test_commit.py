@@ -14,9 +14,10 @@ import torch
 from shoal.optim import FLOAT32, RoundKey
 from shoal.optim.codecs.registry import codec_named
 from shoal.optim.exchange.base import Contribution
+from shoal.optim.exchange.on_demand import OnDemand
 from shoal.optim.exchange.update_screen import TRUSTING, UpdateScreen
 from shoal.swarm.errors import NetworkError
-from shoal.swarm.exchange.contribution import encode_contribution
+from shoal.swarm.exchange.contribution import ContributionError, encode_contribution
 from shoal.swarm.exchange.group import leader as group_lead
 from shoal.swarm.exchange.group.decisions import DECISION_PROTOCOL, DecisionLog
 from shoal.swarm.exchange.group.exchange import GroupExchange
@@ -548,6 +549,22 @@ def test_who_is_dropped_after_the_first_attempt_is_let_go(monkeypatch):
     everybody = dict(commit._members)
     asyncio.run(commit.run())
     assert gone == [[], ["c"]]
+
+
+@pytest.mark.parametrize("codec", ["sign+ef", "int8"])
+def test_training_is_told_what_cannot_be_sent(school, codec):
+    """Encoded while training goes on, it is an error of the training that waits for the outcome:
+    no round without a partner, and nobody's fault.
+    """
+    one, *others = peers = school.peers(3, wait=1.0)
+    shape, codec = (4, 8), codec_named(codec)
+    diverged = OnDemand([torch.full(shape, math.nan)])
+    mine = one.exchange.start(Contribution(RoundKey(SWARM, 0), diverged, codec=codec))
+    rest = [peer.start(0, 2.0, codec.fresh(), shape) for peer in others]
+    with pytest.raises(ContributionError, match="lower the learning rate"):
+        mine.result()
+    assert [len(handle.result().members) for handle in rest] == [2, 2]
+    assert [peer.host.internal_errors.total for peer in peers] == [0] * 3
 
 
 def test_own_errors_of_a_leader_are_counted(school):
