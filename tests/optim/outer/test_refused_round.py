@@ -170,6 +170,7 @@ def test_what_is_dropped_while_it_is_encoded_is_taken_back(case):
             slow = [tensor.clone() for tensor in world.opt.slow]
             world.opt.adopt(slow, round=world.opt.round)
         world.train(4)
+        world.opt.finish()
         return [*world.weights, *world.opt.codec.error]
 
     for late, early in zip(dropped("late yes"), dropped("yes"), strict=True):
