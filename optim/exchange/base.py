@@ -98,9 +98,7 @@ class Handle:
         raise NotImplementedError
 
     def encode(self) -> None:
-        """Return once the codec has encoded the contribution, and keeps it no more busy. Raises
-        what it raises: ValueError.
-        """
+        """Return once the codec has encoded the contribution. ValueError if it refuses that."""
 
     def close(self) -> None:
         """Give the exchange up, without waiting: if it is not committed yet, it is over without a

@@ -183,7 +183,10 @@ class PendingExchange:
         its own is waited for.
         """
         if isinstance(codec, Rejectable) and self.handle is not None:
-            self.handle.encode()
+            try:
+                self.handle.encode()
+            except ValueError:  # refused, as its result says: nothing changed
+                return False
         return isinstance(codec, Rejectable) and self.weights.agreed(codec.pending)
 
     def _reject(self, codec: Codec) -> None:
@@ -221,6 +224,17 @@ class FragmentState:
             if pending.position == position:
                 return pending
         return None
+
+    def wait(self, pending: PendingExchange) -> None:
+        """Wait for the outcome of one of its exchanges.
+
+        ValueError if the codec refuses what was handed in; then the exchange is over.
+        """
+        try:
+            pending.wait(self.codec)
+        except ValueError:
+            self.in_flight.remove(pending)
+            raise
 
     def drop(self, until: float = math.inf) -> None:
         """Cancel its exchanges of rounds up to ``until``."""

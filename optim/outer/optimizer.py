@@ -198,7 +198,7 @@ class OuterOptimizer(SavedState):
                 yield pending.handle
             if self._auto is not None and not self._has_arrived(pending):
                 pending.arrived = self.position - pending.position
-            pending.wait(state.codec)
+            state.wait(pending)
             if self._auto is not None:
                 self._apply(pending)
         applies_own = not state.in_flight and Apply(fragment) in actions
@@ -374,7 +374,7 @@ class OuterOptimizer(SavedState):
         fragment = self._fragments[number]
         key = pending.context.key
         sent = pending.sent
-        pending.wait(fragment.codec)
+        fragment.wait(pending)
         mean = pending.mean
         lag = self.steps - pending.step
         if lag > 0:

@@ -134,7 +134,7 @@ class RankHandle(Handle):
         return self._mean
 
     def encode(self) -> None:
-        """Return once rank 0's codec has encoded. RuntimeError, on all ranks, if it raises."""
+        """Return once rank 0's codec has encoded. ValueError, on all ranks, if it refuses."""
         if not self._over:
             real = self._real
             self._group.tried(lambda: None if real is None else real.encode())

@@ -79,6 +79,11 @@ class Payload:
     ) -> None:
         self.nbytes, self._whole, self._decoded, self.message = nbytes, whole, tensors, message
 
+    def encoded(self) -> None:
+        """Return once the codec has made it, if that is not done when it is read. Raises
+        ContributionError, each time, if the codec refuses what was handed in.
+        """
+
     @functools.cached_property
     def sha256(self) -> bytes:
         """The digest of its chunks."""
@@ -101,21 +106,18 @@ class Payload:
 
 class EncodedPayload(Payload):
     """Payload that ``codec`` makes of ``tensors`` once, when it is first read: in a worker thread,
-    while training goes on, or in the thread of `EncodedContribution.prepared`.
+    while training goes on.
     """
 
-    def __init__(
-        self, tensors: Sequence[Tensor], codec: Codec, shapes: Sequence[tuple[int, ...]]
-    ) -> None:
+    def __init__(self, tensors: Sequence[Tensor], codec: Codec, shapes: Sequence[Shape]) -> None:
         self.nbytes = codec.nbytes(shapes)
         self._tensors: Sequence[Tensor] = tensors
         self._codec, self._shapes = codec, shapes
         self._made: Tensor | None = None
-        self._refused: ValueError | None = None
+        self._refused: str | None = None
         self._lock = threading.Lock()
 
-    def whole(self) -> Tensor:
-        """Return all bytes. Raises ContributionError, each time, if the codec refuses them."""
+    def encoded(self) -> None:
         with self._lock:
             if self._made is None and self._refused is None:
                 try:
@@ -123,10 +125,14 @@ class EncodedPayload(Payload):
                         tensors = [tensor.float() for tensor in self._tensors]
                         self._made = self._codec.encode(tensors)
                 except ValueError as error:
-                    self._refused = error
+                    self._refused = str(error)
                 self._tensors = ()
-        if self._made is None:
-            raise refusal(self._refused) from self._refused
+        if self._refused is not None:
+            raise refusal(self._refused)
+
+    def whole(self) -> Tensor:
+        self.encoded()
+        assert self._made is not None
         return self._made
 
     def tensors(self) -> Sequence[Tensor]:
@@ -216,6 +222,7 @@ class EncodedContribution:
 
     def prepared(self) -> EncodedContribution:
         """Write and digest what is to be sent, and return this. Slow. Raises ContributionError."""
+        self.payload.encoded()  # not in the digest, whose lock all payloads share
         assert self.payload.sha256
         return self
 
@@ -235,7 +242,7 @@ class ContributionError(ShoalError, ValueError):
     """A contribution that cannot be sent: its values diverged, or the codec is not for them."""
 
 
-def refusal(error: ValueError | None) -> ContributionError:
+def refusal(error: object) -> ContributionError:
     """Return what training is told of the ``error`` of a codec."""
     return ContributionError(f"Cannot send what was trained: {error}.")
 
@@ -274,7 +281,7 @@ def _encoded(contribution: Contribution, shapes: tuple[Shape, ...]) -> Payload:
     if isinstance(tensors, OnDemand) and isinstance(codec, FloatCodec) and tensors.on_cpu:
         return BorrowedPayload(tensors, codec)
     pairs = for_pairs(codec)
-    if pairs is None and isinstance(tensors, OnDemand):
+    if pairs is None and isinstance(tensors, OnDemand) and tensors.on_cpu:
         return EncodedPayload(tensors, codec, shapes)
     if pairs is None:
         data = codec.encode([tensor.float() for tensor in tensors])

@@ -137,7 +137,7 @@ class ExchangeHandle(Handle, Generic[R]):
         return self._mean_of(self._attempt.outcomes())
 
     def encode(self) -> None:
-        self._attempt.contribution.prepared()
+        self._attempt.contribution.payload.encoded()
 
     def close(self) -> None:
         """Give the round up without waiting, so that the partner does not count a contribution that

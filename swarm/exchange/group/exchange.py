@@ -302,6 +302,13 @@ class GroupExchange(ExchangeBase):
     async def meet(self, attempt: Attempt) -> Outcome | None:
         """Take part in a round. Returns None if this node goes on with its own contribution."""
         loop, fragment = asyncio.get_running_loop(), attempt.key.fragment
+        try:
+            await asyncio.to_thread(attempt.contribution.prepared)
+        except ContributionError:  # training is told by the handle
+            return None
+        except Exception as error:
+            attempt.caught("exchange", error)
+            return None
         now = loop.time()
         self.time.begin(now, fragment)
         self.evidence.begin(now, attempt.key.round)
@@ -312,10 +319,7 @@ class GroupExchange(ExchangeBase):
         attempt.commit.when_awaited(lambda: loop.call_soon_threadsafe(wakes))
         pending = _RoundState(attempt, now, wait)
         try:
-            await asyncio.to_thread(attempt.contribution.prepared)
             await self._follow_leaders(pending)
-        except ContributionError as error:  # training is told by the handle
-            log.info("round %d: %s", attempt.key.round, error)
         except Exception as error:  # this node's own: it costs one round, never the training
             pending.attempt.caught("exchange", error)
         finally:

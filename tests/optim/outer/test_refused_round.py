@@ -50,6 +50,8 @@ class LateHandle(Handle):
         return True
 
     def encode(self):
+        if self.outcome == "refused":
+            raise ValueError("refused")
         if self.mine is not None:
             shapes = [tuple(tensor.shape) for tensor in self.mine.tensors]
             sent = self.mine.codec.decode(self.mine.codec.encode(self.mine.tensors), shapes)
@@ -78,7 +80,7 @@ class ScriptedExchange(Exchange):
         outcome = next(self.outcomes, "nobody")
         if outcome == "nobody":
             return NoPartner()
-        if outcome.startswith("late"):
+        if outcome not in ("yes", "no"):
             return LateHandle(mine, outcome, self.given_up)
         shapes = [tuple(tensor.shape) for tensor in mine.tensors]
         sent = mine.codec.decode(mine.codec.encode(mine.tensors), shapes)
@@ -157,6 +159,19 @@ def test_a_state_saved_during_an_exchange_has_the_same_residual(case, codec, bef
     world.finish()  # saving changed nothing
     again.train(EVERY * len(after))
     again.finish()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_refused_contribution_leaves_nothing_in_flight(case):
+    """The fault: once told, training could load no other state, and never send again."""
+    world = Drifting(*CASES[case], codec_named("sign+ef"), ["refused", *["late yes"] * 20], 0)
+    state = copy.deepcopy(world.opt.state_dict())
+    with pytest.raises(ValueError, match=r"^refused$"):
+        world.train(2 * EVERY)
+    assert not world.opt._in_flight
+    world.opt.load_state_dict(state)
+    world.train(3 * EVERY)
+    world.opt.finish()
 
 
 @pytest.mark.parametrize("case", ["a round late", "eager"])
