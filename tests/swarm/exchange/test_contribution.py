@@ -100,7 +100,7 @@ class Counted:
         return self.codec.encode(tensors)
 
 
-def test_a_codec_encodes_once_and_not_in_the_thread_that_hands_in():
+def test_a_codec_encodes_once_in_a_worker_thread():
     """It has a memory: encoded twice, what was learnt would count twice."""
     codec = Counted(codec_named("sign+ef"))
     mine = encode_contribution(
