@@ -10,7 +10,8 @@ violation raises `Broken`.
 3. A decision is made once, and never for a peer that has gone on.
 4. Rounds grow, but for a peer that returns to the others, and each is of one fragment. Whatever a
    hostile one says, no peer is more than `AHEAD` rounds of every fragment beyond the number of
-   rounds that the most diligent peer began, but for one that knew of no other member.
+   rounds that the most diligent peer began, but for one that knew of no other member, or has met
+   hostile ones and those that they led so far in half of the cases or more.
 5. A round comes to its own end, before the limit at which the training thread would call it off.
 6. Left in peace, the replicas come together within the swarm's patience: in groups of all they
    become equal, else nearer. In mod4 they do not go apart: who is too far away to be read takes
@@ -77,6 +78,7 @@ REMEMBERED = {
 AHEAD = 10  # rounds of every fragment
 GROWN = 64  # entries of any other table, at any time
 EQUAL = 1e-6  # the mean of equal values, with weights, may differ from them in the last bit
+ROUNDED = 1e-5  # values of a mean near zero, of ones of some tens: what float32 rounds off
 
 
 Name = tuple[int, int]
@@ -142,10 +144,20 @@ class Checks:
             self._apart_at_calm = swarm.spread()
 
     def _dragged(self, peer: SimPeer, beyond: bool) -> None:
-        honest = {other.id for other in self._swarm.peers if other is not peer and not other.gone}
+        """Check a peer ``beyond`` all rounds that were begun: only one that knows of nobody who is
+        honest and in step, or has met too few of them for the lower median, may be led there.
+        """
+        in_step = {
+            other.id
+            for other in self._swarm.peers
+            if other is not peer and not other.gone and id(other.host) not in self._misled
+        }
+        evidence = peer.exchange.evidence
+        met = evidence.partners & evidence._others().keys()
+        is_outvoted = bool(met) and len(in_step & met) <= (len(met) - 1) // 2
         if not beyond:
             self._misled.discard(id(peer.host))
-        elif not honest & peer.members().keys():
+        elif is_outvoted or not in_step & peer.members().keys():
             self._misled.add(id(peer.host))
         elif id(peer.host) not in self._misled:
             self._fail(f"{peer.name} is dragged to round {peer.exchange.next_round}")
@@ -233,7 +245,7 @@ class Checks:
         self, peer: SimPeer, expected: Mean, mean: Mean, parts: list[SimContribution]
     ) -> None:
         if not all(
-            torch.allclose(a, b, rtol=1e-6, atol=1e-6)
+            torch.allclose(a, b, rtol=1e-6, atol=ROUNDED)
             for a, b in zip(mean.tensors, expected.tensors, strict=True)
         ):
             self._fail(
