@@ -535,6 +535,23 @@ def test_a_leader_that_is_no_member_waits_no_longer():
     asyncio.run(waits())
 
 
+def test_a_part_of_the_wrong_length_is_named(school, monkeypatch, attempts):
+    """The fault: such a member made every round gather, and nobody learnt who it was."""
+    one, *_, liar = peers = school.peers(4)
+    parts = AllReduce._parts
+
+    def shorter(reduction, peer, values):
+        *found, last = parts(reduction, peer, values)
+        is_cut = reduction._me == liar.id != peer
+        return [*found, slice(last.start, last.stop - is_cut)]
+
+    monkeypatch.setattr(AllReduce, "_parts", shorter)
+    check_same(start(peers, FLOAT32))
+    assert attempts == [("allreduce", 4, False), ("gather", 4, True)]
+    blamed = one.exchange.stats.report()["blamed"]
+    assert [(peer, kind) for peer, kind, _ in blamed] == [(liar.id, "damaged")]
+
+
 def test_who_is_dropped_after_the_first_attempt_is_let_go(monkeypatch):
     """The fault: it waited for the others' end, and blamed the leader."""
     gone = []
