@@ -322,7 +322,7 @@ def test_evaluation_may_use_the_slow_weights(name):
             {"method": "streaming", "every": 4, "lag": 4},
             r"a lag of 4 steps does not fit into a round of 4: choose a shorter lag",
         ),
-        ({"method": "noloco", "lag": 50}, r"a lag of 50 steps does not fit into a round of 50"),
+        ({"method": "noloco", "lag": 50}, r"a lag of 50 steps does not fit into a round of 25"),
         (
             {"method": "decoupled", "every": 2, "fragments": 3},
             r"a round of 2 steps has no room for 3 fragments: choose fewer",

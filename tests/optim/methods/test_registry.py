@@ -153,7 +153,7 @@ def test_its_own_codec_is_the_one_it_uses(name):
 
 def test_knobs_are_those_of_the_factories():
     assert method_named("noloco").knobs == {
-        "every": 50,
+        "every": 25,
         "lr": 1.0,
         "momentum": 0.3,
         "pull": None,
