@@ -2,7 +2,7 @@
 socket, no global random numbers.
 
     inner = torch.optim.AdamW(model.parameters(), lr=3e-4)
-    opt = NoLoCo(inner, exchange, every=50)
+    opt = NoLoCo(inner, exchange, every=25)
     for batch in batches:
         loss(model, batch).backward()
         opt.step()                               # every 50th step also averages with a random peer

@@ -3,7 +3,7 @@ TensorBoard and Weights & Biases.
 
     # goes on from the newest checkpoint there, if there is one
     run = shoal.Run("runs/anna", model, inner, tensorboard="curves")
-    with shoal.create(state=model, every=50) as s:
+    with shoal.create(state=model, every=25) as s:
         opt = s.optimizer(inner)
         with run.recording(s, opt):
             while run.step < 1000:

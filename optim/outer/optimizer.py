@@ -63,7 +63,7 @@ ROUNDS_PER_EXCHANGE = 2
 class OuterOptimizer(SavedState):
     """Outer optimizer around ``inner``, to be used in its place in the training loop.
 
-        opt = NoLoCo(inner, exchange, every=50)      # a subclass, with rule and schedule
+        opt = NoLoCo(inner, exchange, every=25)      # a subclass, with rule and schedule
         ...; opt.step(); ...; opt.finish()
 
     The parameters that require a gradient when it is made are averaged (with LoRA the adapters).

@@ -3,9 +3,9 @@ loop.
 
     import shoal
     # the first; on all others shoal.join(link, state=model)
-    with shoal.create(state=model, every=50) as s:
+    with shoal.create(state=model, every=25) as s:
         # or s.optimizer(inner), which takes the swarm's settings
-        opt = NoLoCo(inner, s.exchange(), every=50)
+        opt = NoLoCo(inner, s.exchange(), every=25)
         for batch in data:
             loss(model, batch).backward()
             opt.step()
