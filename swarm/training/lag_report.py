@@ -68,6 +68,10 @@ class LagReport:
         now = self._said.clock()
         over = self._over
         self._over = now, info.step
+        if self._speeds is not None and info.members != self._group:
+            # What was waited for before may be due to members that are gone.
+            self._rounds.clear()
+            self._waits.clear()
         self._group = info.members
         was_late = len(info.members) > 1 and wait_s > WAITED_S
         if was_late and over is not None:

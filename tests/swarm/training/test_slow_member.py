@@ -116,6 +116,15 @@ def test_slow_member_that_comes_later_is_named_too():
     assert second.startswith("bert is slow: ")
 
 
+def test_network_is_not_named_for_a_slow_member_that_left():
+    """The fault: what had been waited for it was laid to the link once it was gone."""
+    node = Node(QUARTER)
+    node.wait(FOR_BERT_S, LATE_ROUNDS - 1)
+    node.speeds = {ME: 10.0, ANNA: 10.0}
+    assert node.wait(2.0, LATE_ROUNDS - 1) == []
+    assert len(node.wait(2.0, 1)) == 1
+
+
 def test_uneven_is_less_than_a_share_of_the_mean():
     limit = 2 * 10.0 * UNEVEN_SHARE / (3 - UNEVEN_SHARE)
     for slowest, uneven in ((limit - 0.01, True), (limit + 0.01, False)):
