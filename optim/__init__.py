@@ -5,7 +5,7 @@ socket, no global random numbers.
     opt = NoLoCo(inner, exchange, every=25)
     for batch in batches:
         loss(model, batch).backward()
-        opt.step()                               # every 50th step also averages with a random peer
+        opt.step()                               # every 25th step also averages with a random peer
         opt.zero_grad()
     with opt.averaged():                         # evaluate with the slow weights
         evaluate(model)

@@ -182,12 +182,14 @@ class PendingExchange:
         An exchange without a partner in view need not have encoded. One that encodes in a thread of
         its own is waited for.
         """
-        if isinstance(codec, Rejectable) and self.handle is not None:
+        if not isinstance(codec, Rejectable):
+            return False
+        if self.handle is not None:
             try:
                 self.handle.encode()
             except ValueError:  # refused, as its result says: nothing changed
                 return False
-        return isinstance(codec, Rejectable) and self.weights.agreed(codec.pending)
+        return self.weights.agreed(codec.pending)
 
     def _reject(self, codec: Codec) -> None:
         contribution = self._whole_contribution()

@@ -133,12 +133,6 @@ class RankHandle(Handle):
             self._mean = Mean(tensors, **facts)
         return self._mean
 
-    def encode(self) -> None:
-        """Return once rank 0's codec has encoded. ValueError, on all ranks, if it refuses."""
-        if not self._over:
-            real = self._real
-            self._group.tried(lambda: None if real is None else real.encode())
-
     def close(self) -> None:
         """Give the real exchange up, on rank 0."""
         if self._real is not None:

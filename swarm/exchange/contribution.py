@@ -269,6 +269,8 @@ def encode_contribution(swarm: str, contribution: Contribution) -> EncodedContri
     )
     try:
         payload = _encoded(contribution, shapes)
+    except ContributionError:
+        raise
     except ValueError as error:
         raise refusal(error) from error
     weight = min(float(contribution.weight), MAX_WEIGHT)
@@ -278,14 +280,15 @@ def encode_contribution(swarm: str, contribution: Contribution) -> EncodedContri
 def _encoded(contribution: Contribution, shapes: tuple[Shape, ...]) -> Payload:
     """Return what the codec makes of the tensors. ValueError if it refuses them."""
     tensors, codec = contribution.tensors, contribution.codec
-    if isinstance(tensors, OnDemand) and isinstance(codec, FloatCodec) and tensors.on_cpu:
+    can_wait = isinstance(tensors, OnDemand) and tensors.on_cpu
+    if isinstance(tensors, OnDemand) and isinstance(codec, FloatCodec) and can_wait:
         return BorrowedPayload(tensors, codec)
     pairs = for_pairs(codec)
-    if pairs is None and isinstance(tensors, OnDemand) and tensors.on_cpu:
-        return EncodedPayload(tensors, codec, shapes)
     if pairs is None:
-        data = codec.encode([tensor.float() for tensor in tensors])
-        return Payload(data.numel(), lambda: data, lambda: codec.decode(data, shapes))
+        payload = EncodedPayload(tensors, codec, shapes)
+        if not can_wait:
+            payload.encoded()
+        return payload
     message = pairs[0].post(
         tensors if isinstance(tensors, OnDemand) else [tensor.clone() for tensor in tensors],
         pairs[1],

@@ -107,7 +107,11 @@ class RoundEvidence:
             self._pushes.discard(oldest)
 
     def heard(self, peer: str, round: int) -> None:
-        """Note that ``peer`` itself stated the ``round`` in which it is."""
+        """Note that ``peer`` itself stated the ``round`` in which it is; this node's own word says
+        nothing of others.
+        """
+        if peer == self._context.me:
+            return
         if peer in self._met:
             self._met[peer] = max(round, self._met[peer])
         else:

@@ -30,7 +30,6 @@ from shoal.optim.exchange.update_screen import TRUSTING, UpdateScreen
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.exchange.context import PeerContext
 from shoal.swarm.exchange.contribution import (
-    ContributionError,
     ExchangeAttempt,
     encode_contribution,
 )
@@ -300,15 +299,11 @@ class GroupExchange(ExchangeBase):
         return ExchangeHandle(self, attempt, meeting, _taken, nbytes)
 
     async def meet(self, attempt: Attempt) -> Outcome | None:
-        """Take part in a round. Returns None if this node goes on with its own contribution."""
+        """Take part in a round. Returns None if this node goes on with its own contribution. Raises
+        ContributionError if the codec refuses that.
+        """
         loop, fragment = asyncio.get_running_loop(), attempt.key.fragment
-        try:
-            await asyncio.to_thread(attempt.contribution.prepared)
-        except ContributionError:  # training is told by the handle
-            return None
-        except Exception as error:
-            attempt.caught("exchange", error)
-            return None
+        await asyncio.to_thread(attempt.contribution.prepared)
         now = loop.time()
         self.time.begin(now, fragment)
         self.evidence.begin(now, attempt.key.round)

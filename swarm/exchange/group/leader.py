@@ -248,17 +248,17 @@ class GroupCommit:
         """
         loop = asyncio.get_running_loop()
         everybody, lost = (1 << len(self._members)) - 1, 0
-        own, deadline, took = self._members.get(self._leader.me), until, 0.0
-        is_measured, is_cut = False, False
+        own, deadline = self._members.get(self._leader.me), until
+        took: float | None = None
         if own is not None:
             deadline = max(until, self._began + self._longest)
         while True:
             self._changed.clear()
-            if not is_measured and self._is_first_part_over(nonce, own):
-                is_measured, took = True, loop.time() - self._began
+            if took is None and self._is_first_part_over(nonce, own):
+                took = loop.time() - self._began
                 deadline = max(until, loop.time() + took)
-            if is_measured and not is_cut and (own is None or self._needed.is_set()):
-                is_cut, deadline = True, min(deadline, loop.time() + max(self._again, took))
+            if took is not None and (own is None or self._needed.is_set()):
+                deadline = min(deadline, loop.time() + max(self._again, took))
             gone = sum(
                 1 << place
                 for place, member in enumerate(self._members.values())
@@ -444,12 +444,11 @@ class GroupLeader:
         if refusal is not None:
             return GroupReceipt(verdict="refuse", reason=refusal, round=ready.round)
         self.view.mark_awake(peer)
+        self.view.evidence.heard(peer, ready.round)
         instead = self._rounds.instead(ready.round, ready.fragment)
-        if peer != self.me:
-            self.view.evidence.heard(peer, ready.round)
-            if instead is not None:
-                self.view.evidence.called(peer, ready.round)
         if instead is not None:
+            if peer != self.me:
+                self.view.evidence.called(peer, ready.round)
             return GroupReceipt(verdict="passed", round=instead)
         leader = self._rounds.leader(ready.round, ready.fragment)
         if leader not in (None, self.me) and peer != self.me:
@@ -599,49 +598,59 @@ class GroupLeader:
 
     async def _collect(self, key: tuple[int, int], pending: PendingGroup) -> None:
         """Wait until the group of a round can be formed, and let it run."""
-        loop = asyncio.get_running_loop()
-        two_since = loop.time()
         looking = [
             asyncio.ensure_future(self._find_absent(key, pending)),
             asyncio.ensure_future(self._probe_missing(key, pending)),
         ]
         try:
-            while pending.members:
-                for peer in self.view.barred(pending.members):  # barred since it came
-                    pending.members.pop(peer).dismiss()
-                if not pending.members:
-                    break
-                now = loop.time()
-                here = set(pending.members)
-                # all others have left since it came, or have ended this round
-                if len(here) == 1 and here >= self._possible(key, pending):
-                    break
-                view = self._awaited(key, pending)
-                expired = min(member.until for member in pending.members.values())
-                if len(here) < 2 or self._is_early(*key):
-                    two_since = now
-                expired = min(expired, two_since + self.time.forming(key[1]))
-                forming = now if here >= view and len(here) >= 2 else expired
-                if now >= forming:
-                    if now >= expired:
-                        self._go_on_without(view - here, here, key)
-                    break
-                pending.changed.clear()
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(pending.changed.wait(), min(forming - now, LOOK_S))
+            await self._wait_for_members(key, pending)
         finally:
             for task in looking:
                 task.cancel()
             del self._pending[key]
-        members = pending.members
-        if len(members) < 2:
+        if len(pending.members) < 2:
             # Its patience is over and no other member came, or none is left.
-            if pending.passed and set(members) >= self._possible(key, pending):
-                earliest = min(pending.passed.values(), key=lambda receipt: receipt.round)
-                await self._send_away(pending, earliest)
-            for member in members.values():
-                member.dismiss()
-            return
+            await self._let_go(key, pending)
+        else:
+            self._form(key, pending.members)
+
+    async def _wait_for_members(self, key: tuple[int, int], pending: PendingGroup) -> None:
+        """Return once all that are awaited are here, the wait is over, or nobody else can come."""
+        loop = asyncio.get_running_loop()
+        two_since = loop.time()
+        while pending.members:
+            for peer in self.view.barred(pending.members):  # barred since it came
+                pending.members.pop(peer).dismiss()
+            now, here = loop.time(), set(pending.members)
+            if not here:
+                return
+            # all others have left since it came, or have ended this round
+            if len(here) == 1 and here >= self._possible(key, pending):
+                return
+            awaited = self._awaited(key, pending)
+            expired = min(member.until for member in pending.members.values())
+            if len(here) < 2 or self._is_early(*key):
+                two_since = now
+            expired = min(expired, two_since + self.time.forming(key[1]))
+            forms_at = now if here >= awaited and len(here) >= 2 else expired
+            if now >= forms_at:
+                if now >= expired:
+                    self._go_on_without(awaited - here, here, key)
+                return
+            pending.changed.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(pending.changed.wait(), min(forms_at - now, LOOK_S))
+
+    async def _let_go(self, key: tuple[int, int], pending: PendingGroup) -> None:
+        """Let the one member go, if any is left: to where the others are, if they said so."""
+        if pending.passed and set(pending.members) >= self._possible(key, pending):
+            earliest = min(pending.passed.values(), key=lambda receipt: receipt.round)
+            await self._send_away(pending, earliest)
+        for member in pending.members.values():
+            member.dismiss()
+
+    def _form(self, key: tuple[int, int], members: Mapping[str, MemberState]) -> None:
+        """Deal the members into groups, and let each run."""
         self._rounds.formed(*key)
         self.view.mark_absent(self.view.here() - set(members))
         groups = partition_into_groups(self.context.seed, key[0], members, self._max_group)
@@ -764,8 +773,7 @@ class GroupLeader:
         """Act on where a missing member says that it is."""
         leader = receipt.leader or self.me
         if receipt.verdict == "passed":
-            if peer != self.me:
-                self.view.evidence.heard(peer, receipt.round)
+            self.view.evidence.heard(peer, receipt.round)
             pending.passed[peer] = receipt.model_copy(update={"leader": peer})
         elif receipt.verdict == "elsewhere" and leader != self.me:
             # One that this node does not know cannot take others away from it.

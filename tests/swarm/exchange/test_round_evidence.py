@@ -55,6 +55,7 @@ def test_a_newcomer_that_heard_two_follows_no_single_word():
     node = evidence({"liar": Record(FAR)})
     node.begin(0.0, 6)
     node.heard("liar", FAR)
+    node.heard(node._context.me, 6)  # it asked itself whether it may lead
     assert node.furthest("liar", FAR, 0.0) > 6 + ALONE  # there is nobody else
     node.heard("friend", 6)
     assert node.furthest("liar", FAR, 0.0) <= 6 + ALONE

@@ -498,24 +498,23 @@ def test_a_decision_for_one_member_is_none(school, monkeypatch):
     assert all(peer.exchange.evidence.partners == frozenset() for peer in peers)
 
 
-def commit_of(*names, me="a", **leads):
-    """A group of ``names`` that ``me`` has formed; what the leader has in place of the usual."""
+def commit_of(*names):
+    """A group of ``names`` that "a" has formed."""
 
     def member():
         channel = SimpleNamespace(stream=SimpleNamespace(close=lambda: None))
         return MemberState(channel, b"", SimpleNamespace(nbytes=8, codec="float32"), 0.0)
 
     nobody = SimpleNamespace(is_turned_away=lambda peer, round: False)
-    usual = {
-        "me": me,
-        "gather": False,
-        "decisions": None,
-        "needed": lambda fragment: asyncio.Event(),
-        "timeouts": ExchangeTimeouts(),
-        "time": SimpleNamespace(reducing=lambda nbytes, fragment: 0.01),
-        "view": SimpleNamespace(attendance=nobody),
-    }
-    leader = SimpleNamespace(**{**usual, **leads})
+    leader = SimpleNamespace(
+        me="a",
+        gather=False,
+        decisions=None,
+        needed=lambda fragment: asyncio.Event(),
+        timeouts=ExchangeTimeouts(),
+        time=SimpleNamespace(reducing=lambda nbytes, fragment: 0.01),
+        view=SimpleNamespace(attendance=nobody),
+    )
     return GroupCommit(leader, (0, 0), {name: member() for name in names}, alone=True)
 
 
