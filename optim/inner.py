@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from inspect import unwrap
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from shoal.optim.layers import hidden_matrices
 from shoal.optim.outer.inner import Combined
@@ -97,6 +99,44 @@ OPTIONS = (
 """Muon's own settings; a group that was loaded, or that an outer optimizer wraps, has more."""
 
 
+class _InFloat32(TorchFunctionMode):
+    """Keeps in float32 what would be rounded to bfloat16."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: Any = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func is Tensor.bfloat16:
+            return args[0].to(torch.float32, copy=True)  # torch's Muon scales it in place
+        return func(*args, **(kwargs or {}))
+
+
+class Float32Muon(Muon):
+    """``torch.optim.Muon`` with Newton and Schulz's iteration in float32.
+
+    Torch's own iterates in bfloat16, which many CPUs have no instructions for: a step of 0.27
+    million parameters took 81 ms on such a one, and 9 ms in float32.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take a step of every parameter that has a gradient."""
+        loss = _evaluated(closure)
+        with _InFloat32():
+            unwrap(Muon.step)(self)  # hooks are run by this step's own wrapper
+        return loss
+
+
+def _evaluated(closure: Callable[[], Any] | None) -> Any:
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
+
+
 class WholeMuon(Muon):
     """``torch.optim.Muon`` with the bits of one process, however its matrices are cut.
 
@@ -109,10 +149,7 @@ class WholeMuon(Muon):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take a step of every parameter that has a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = _evaluated(closure)
         for group in self.param_groups:
             options = {name: group[name] for name in OPTIONS}
             for parameter in group["params"]:
@@ -127,12 +164,17 @@ class WholeMuon(Muon):
         momentum = state["momentum_buffer"]
         whole = torch.nn.Parameter(_whole(parameter))
         whole.grad = _whole(parameter.grad)
-        once = Muon([whole], **options)
+        once = _kind([whole])([whole], **options)
         once.state[whole]["momentum_buffer"] = _whole(momentum)
         once.step()  # type: ignore[no-untyped-call]
         moved = once.state[whole]["momentum_buffer"]
         local(parameter).copy_(local(cut_like(whole.detach(), parameter)))
         local(momentum).copy_(local(cut_like(moved, momentum)))
+
+
+def _kind(matrices: list[Tensor]) -> type[Muon]:
+    on_cpu = all(matrix.device.type == "cpu" for matrix in matrices)
+    return Float32Muon if on_cpu else Muon
 
 
 def _whole(tensor: Any) -> Tensor:
@@ -165,6 +207,7 @@ def muon(
 
     It has two parameter groups, Muon's first; a scheduler changes the rates of both. Hand in a
     model of DDP or FSDP2 after it is wrapped: Muon works on whole matrices, however they are cut.
+    On a CPU Muon iterates in float32, elsewhere in bfloat16, as torch does.
 
     Args:
         lr: learning rate of Muon, with Nesterov momentum; torch multiplies it by ``sqrt(max(1, rows
@@ -187,7 +230,7 @@ def muon(
     ours = [named[name] for name in found.muon]
     others = [named[name] for name in found.adamw]
     cut = any(hasattr(matrix, "full_tensor") for matrix in ours)
-    kind = WholeMuon if cut else Muon
+    kind = WholeMuon if cut else _kind(ours)
     parts: list[torch.optim.Optimizer] = []
     parts.append(kind(ours, lr=lr, momentum=momentum, weight_decay=weight_decay))
     if others:

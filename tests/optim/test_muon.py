@@ -17,7 +17,7 @@ from shoal.node.rl.tiny import TinyModel
 from shoal.node.tasks.gpt import GPT
 from shoal.node.tasks.loader import load_task
 from shoal.optim import Alone, NoLoCo, hidden_matrices, muon
-from shoal.optim.inner import split
+from shoal.optim.inner import Float32Muon, split
 
 STEPS = 4
 
@@ -74,14 +74,13 @@ def step_of_adamw(weight, gradient, moments, step, *, lr, decay):
 
 
 def in_float32(monkeypatch):
-    """Let torch iterate in float32, to compare formulas and not roundings; as it is, it iterates in
-    bfloat16.
+    """Let torch's own Muon iterate in float32, to compare formulas and not roundings; as it is, it
+    iterates in bfloat16.
     """
     monkeypatch.setattr(torch.Tensor, "bfloat16", lambda tensor: tensor.clone())
 
 
-def test_a_step_of_the_pair_is_that_of_the_papers(monkeypatch):
-    in_float32(monkeypatch)
+def test_a_step_of_the_pair_is_that_of_the_papers():
     net = model()
     inner = muon(net, lr=0.03, adamw_lr=0.004, momentum=0.9, weight_decay=0.2)
     weights = {name: p.detach().clone() for name, p in net.named_parameters()}
@@ -134,6 +133,24 @@ def test_torchs_muon_is_that_of_the_papers_with_either_scale(monkeypatch, adjust
         )
         inner.step()
         torch.testing.assert_close(weight.detach(), wanted, rtol=0, atol=1e-6)
+
+
+def test_hooks_run_once_and_a_closure_keeps_its_types():
+    """Only the iteration is in float32, and whoever hooks into a step is called once."""
+    torch.optim.Muon(
+        [nn.Parameter(torch.zeros(2, 2))]
+    )  # its class's step has a wrapper from now on
+    weight = nn.Parameter(torch.eye(3))
+    inner, called = Float32Muon([weight]), []
+    inner.register_step_pre_hook(lambda *_: called.append("before"))
+    inner.register_step_post_hook(lambda *_: called.append("after"))
+
+    def closure():
+        weight.grad = torch.eye(3)
+        return torch.ones(1).bfloat16()
+
+    assert inner.step(closure).dtype is torch.bfloat16
+    assert called == ["before", "after"]
 
 
 def test_what_is_not_given_is_what_was_measured():

@@ -1,4 +1,4 @@
-"""The optimizer muon in a node's training: the pair of torch's optimizers, its schedule, and a run
+"""The optimizer muon in a node's training: the pair of optimizers, its schedule, and a run
 that goes on bit by bit.
 """
 
@@ -14,6 +14,7 @@ from shoal.node.runtime.task_setup import make_task
 from shoal.node.task import Shard
 from shoal.node.training.schedule import factor
 from shoal.node.training.training_error import TrainingError
+from shoal.optim.inner import Float32Muon
 from shoal.swarm.settings.training import TrainSettings
 from tests.support.trainer_loops import CPU, STEPS, Small, float16, near, run, same, trainer
 
@@ -56,7 +57,7 @@ def test_muon_trains_the_named_matrices(task, names):
         ours = [p for name, p in model.named_parameters() if name in names]
         others = [p for name, p in model.named_parameters() if name not in names]
         pair = (
-            torch.optim.Muon(ours, lr=0.03, momentum=0.9, weight_decay=0.3),
+            Float32Muon(ours, lr=0.03, momentum=0.9, weight_decay=0.3),
             torch.optim.AdamW(others, lr=0.03, betas=(0.9, 0.95), weight_decay=0.3, fused=True),
         )
         schedulers.extend(
@@ -117,7 +118,6 @@ def test_compiled_model_takes_the_same_steps():
     groups = [[tuple(p.shape) for p in group["params"]] for group in made.opt.inner.param_groups]
     assert groups == [[(16, 4), (16, 16)], [(16,), (16,), (1, 16), (1,)]]
     compiled = list(made.model.state_dict().values())
-    # Muon iterates in bfloat16, where another last bit of a gradient is one of 2**-8.
     assert near(compiled, run(Deep(), MUON), 5e-3)
     assert not near(compiled, first, 5e-2)
 

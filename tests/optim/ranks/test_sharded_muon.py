@@ -1,13 +1,14 @@
-"""A step of Muon has the bits of torch's own in one process, whatever the matrices' shape and
-however they are cut.
+"""A step of Muon has the bits of one process, whatever the matrices' shape and however they are
+cut.
 """
 
 from pathlib import Path
 
 import muon_jobs as jobs
 import pytest
-import torch
 import worlds
+
+from shoal.optim.inner import Float32Muon
 
 JOBS = Path(jobs.__file__)
 
@@ -20,10 +21,10 @@ def four(nursery):
 
 
 def expected(kind):
-    """Return what torch's own Muon makes of each matrix as a whole."""
+    """Return what Muon makes of each matrix as a whole."""
     model = jobs.make_model(kind)
     matrices = {name: p for name, p in model.named_parameters() if p.ndim == 2}
-    inner = torch.optim.Muon(matrices.values(), lr=0.1, weight_decay=0.2, momentum=0.9)
+    inner = Float32Muon(matrices.values(), lr=0.1, weight_decay=0.2, momentum=0.9)
     for gradients in jobs.gradients(model):
         for name, p in matrices.items():
             p.grad = gradients[name]
@@ -33,7 +34,7 @@ def expected(kind):
 
 @pytest.mark.thinned(3)
 @pytest.mark.parametrize("kind", ["fsdp", "hsdp", "tp", "tp and fsdp"])
-def test_a_cut_matrix_steps_as_torchs_whole_one(four, kind):
+def test_a_cut_matrix_steps_as_a_whole_one(four, kind):
     answers, wanted = four.call(JOBS, "stepped", kind=kind), expected(kind)
     assert all(answer["found"] == wanted for answer in answers)
     assert kind == "tp and fsdp" or any(
