@@ -5,12 +5,13 @@ peers, on data that are alike and on a text of its own for each peer.
     python bench/default.py --peers 4,8 --data unlike --seeds 2 --json
 
 Text, model ("mini", or "1m") and training are those of bench/table.py, Muon inside, each method at
-the inner rate that it chose there. All rows of one model have seen equally many tokens. "alike":
-the pieces of the text are dealt in turn, as in bench/table.py. "unlike": in the order of their
-names (manuals of Linux by folder, then of Python, a dictionary, sayings) the text is cut into as
-many parts of equal size as there are peers. What is held out is the same. "uneven": alike, but
-the peers make 1, 1, 2 and 4 steps in the same time, rounds last as long for all, so that nobody
-waits, and each peer's tokens are its weight in the mean; all together make as many steps.
+the inner rate that it chose there. What it has run already is not run again. All rows of one model
+have seen equally many tokens. "alike": the pieces of the text are dealt in turn, as in
+bench/table.py. "unlike": in the order of their names (a dictionary, manuals of Python by folder,
+sayings) the text is cut into as many parts of equal size as there are peers. What is held out is
+the same. "uneven": alike, but the peers make 1, 1, 2 and 4 steps in the same time, rounds last as
+long for all, so that nobody waits, and each peer's tokens are its weight in the mean; all together
+make as many steps.
 
 The columns are those of bench/table.py; "DDP" is all-reduce at every step of four peers, on the
 same data.
@@ -41,6 +42,7 @@ from bench._table.train import ADAMW, SIZES, UNEVEN, UNLIKE, Place, Spec, run
 from bench.quality import Runner, TimeUp, number, numbers
 
 RESULTS = Path(__file__).resolve().parent / "results" / "default.jsonl"
+TABLE = RESULTS.with_name("table.jsonl")
 PEERS = (4, 8, 3, 16)
 BASE_PEERS = 4
 """Of all-reduce, whose loss does not follow from their number."""
@@ -128,6 +130,7 @@ def main() -> int:
         print(f"bench: {error}", file=sys.stderr)
         return 2
     runner = Runner(options.resume, 1, until, Spec, partial(run, place=Place(cache)))
+    runner.take(TABLE.read_text(encoding="utf-8").splitlines())
     wanted = list(
         specs(
             text.digest,

@@ -91,8 +91,12 @@ class Runner:
                 file.write_text(
                     whole, encoding="utf-8"
                 )  # the last line was cut off when a run was stopped
-            for line in whole.splitlines():
-                self._keep(json.loads(line))
+            self.take(whole.splitlines())
+
+    def take(self, lines: Iterable[str]) -> None:
+        """Count these results as run; they are not written into the file."""
+        for line in lines:
+            self._keep(json.loads(line))
 
     def _keep(self, result: dict[str, Any]) -> dict[str, Any]:
         names = [name for name in self.kind.__dataclass_fields__ if name != "outer"]

@@ -29,14 +29,8 @@ from shoal.node.tasks.gpt import GPT
 ENDINGS = (".txt", ".rst", ".md", ".dict")
 SHARE = Path("/usr/share")
 PACKED = (".gz", ".dz")  # dictzip is gzip that can be read from the middle
-PLACES = (
-    "doc/linux-doc*/**/*",
-    "doc/python3.*/html/_sources/**/*",
-    "dictd/*.dict.dz",
-    "games/fortunes/*",
-    "doc/rust*-doc/**/*",
-)
-PACKAGES = "python3.11-doc dict-gcide fortunes linux-doc-6.1"
+PLACES = ("doc/python3.*/html/_sources/**/*", "dictd/*.dict.dz", "games/fortunes/*")
+PACKAGES = "python3.11-doc=3.11.2-6+deb12u8 dict-gcide fortunes"
 PIECE = 128 * 1024
 MOST_OF_A_FILE = 16 * 2**20  # so that a dictionary does not outweigh all else
 MOST = 48 * 2**20

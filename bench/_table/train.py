@@ -72,10 +72,9 @@ SIZES = {
     "mini-128": Size(4, 64, 4, 64, 512, 128, 3200, 800),
     "small": Size(4, 96, 4, 64, 1024, 32, 4000, 1000),
     "1m": Size(4, 128, 4, 128, 2048, 32, 5000, 1000),
-    "20m": Size(8, 384, 6, 256, 8192, 128, 12_200, 3000),
 }
-"""0.16, 0.23, 0.27 (twice), 0.65, 1.3 and 20 million parameters; 1.2, 12.3, 13.1, 26.2, 8.2, 20 and
-400 million tokens. Of tiny's parameters 42 % are hidden matrices, which Muon trains, and of mini's
+"""0.16, 0.23, 0.27 (twice), 0.65 and 1.3 million parameters; 1.2, 12.3, 13.1, 26.2, 8.2 and 20
+million tokens. Of tiny's parameters 42 % are hidden matrices, which Muon trains, and of mini's
 74 %, as in models of useful size; "mini" is cut into larger batches, "mini-128" into twice as large
 ones."""
 

@@ -426,6 +426,17 @@ def test_uneven_peers_make_their_steps_in_equal_rounds(small, cache, monkeypatch
     assert heavy == 3 * light
 
 
+def test_what_another_file_holds_is_not_run_again():
+    def refuse(spec):
+        raise AssertionError(f"{spec} was run")
+
+    known = a_run()
+    runner = bench.Runner(None, 1, math.inf, train.Spec, refuse)
+    runner.take([json.dumps(known)])
+    fields = {name: known[name] for name in train.Spec.__dataclass_fields__ if name != "outer"}
+    assert runner([train.Spec(**fields, outer=(("lr", 0.7),))]) == [known]
+
+
 def test_all_reduce_comes_before_rows_over_it():
     runs = list(default.specs("text", "mini", [4, 8], default.DATA, 3200, 1))
     assert [run.model for run in runs if run.method == "ddp"] == [
