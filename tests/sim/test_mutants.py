@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from shoal.optim.exchange.base import Mean
+from shoal.swarm.exchange.group.commit import GroupCommit
 from shoal.swarm.exchange.group.deadline import GroupDeadline
-from shoal.swarm.exchange.group.leader import GroupCommit
 from shoal.swarm.exchange.group.reduction import AllGather
 from shoal.swarm.exchange.group.streams import PeerStreams
 from shoal.swarm.exchange.pair.calls import Caller

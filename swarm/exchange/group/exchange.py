@@ -35,13 +35,13 @@ from shoal.swarm.exchange.contribution import (
 )
 from shoal.swarm.exchange.exchange_base import ExchangeBase, ExchangeHandle
 from shoal.swarm.exchange.group.butterfly import Averaged, Butterfly
+from shoal.swarm.exchange.group.commit import moved
 from shoal.swarm.exchange.group.deadline import GroupDeadline
 from shoal.swarm.exchange.group.decisions import DECISION_PROTOCOL, DecisionLog
 from shoal.swarm.exchange.group.leader import (
     LEADER_PROTOCOL,
     MISSED,
     GroupLeader,
-    moved,
 )
 from shoal.swarm.exchange.group.reduction import (
     AllGather,

@@ -3,7 +3,7 @@
 import pytest
 
 from shoal.optim.codecs.floats import FLOAT32
-from shoal.swarm.exchange.group.leader import moved
+from shoal.swarm.exchange.group.commit import moved
 from shoal.swarm.exchange.round_time import LONGEST_S, RoundTime
 from shoal.swarm.exchange.timeouts import LARGEST_S, LEAST_RATE, ExchangeTimeouts
 from shoal.swarm.pacing.progress import MAX_EXTENSION_S, SLOWEST_BYTES_PER_S

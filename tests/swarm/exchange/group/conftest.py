@@ -2,7 +2,7 @@
 
 import pytest
 
-from shoal.swarm.exchange.group.leader import GroupCommit
+from shoal.swarm.exchange.group.commit import GroupCommit
 
 
 @pytest.fixture

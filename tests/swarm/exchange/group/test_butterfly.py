@@ -11,8 +11,8 @@ from shoal.optim.codecs.registry import codec_named
 from shoal.optim.exchange.base import Contribution
 from shoal.optim.exchange.update_screen import UpdateScreen
 from shoal.swarm.exchange.group.butterfly import Butterfly, contradicted, digest_of
+from shoal.swarm.exchange.group.commit import GroupCommit
 from shoal.swarm.exchange.group.decisions import DecisionLog
-from shoal.swarm.exchange.group.leader import GroupCommit
 from shoal.swarm.exchange.group.roster import HeartbeatChannel, encode_list
 from shoal.swarm.identity import Identity
 from shoal.swarm.wire.envelope import fresh_nonce, seal

@@ -18,10 +18,11 @@ from shoal.optim.exchange.on_demand import OnDemand
 from shoal.optim.exchange.update_screen import TRUSTING, UpdateScreen
 from shoal.swarm.errors import NetworkError
 from shoal.swarm.exchange.contribution import ContributionError, encode_contribution
-from shoal.swarm.exchange.group import leader as group_lead
+from shoal.swarm.exchange.group import commit as group_commit
+from shoal.swarm.exchange.group.commit import GroupCommit, MemberState
 from shoal.swarm.exchange.group.decisions import DECISION_PROTOCOL, DecisionLog
 from shoal.swarm.exchange.group.exchange import GroupExchange
-from shoal.swarm.exchange.group.leader import LEADER_PROTOCOL, GroupCommit, MemberState
+from shoal.swarm.exchange.group.leader import LEADER_PROTOCOL
 from shoal.swarm.exchange.group.reduction import AllGather, AllReduce, Gathered
 from shoal.swarm.exchange.group.roster import encode_list, ready_message
 from shoal.swarm.exchange.group.streams import PAYLOAD_PROTOCOL
@@ -423,7 +424,9 @@ def reseal(listed, change, identity=None):
 )
 def test_a_leader_that_forges_its_group_is_refused(school, monkeypatch, forge):
     peers = school.peers(3, wait=1.0)
-    monkeypatch.setattr(group_lead, "encode_list", lambda listed: encode_list(forge(list(listed))))
+    monkeypatch.setattr(
+        group_commit, "encode_list", lambda listed: encode_list(forge(list(listed)))
+    )
     means = [handle.result() for handle in start(peers, FLOAT32)]
     assert means == [None] * 3
 
@@ -431,7 +434,7 @@ def test_a_leader_that_forges_its_group_is_refused(school, monkeypatch, forge):
 def test_a_leader_cannot_speak_for_another_member(school, monkeypatch):
     peers = school.peers(4, wait=1.0, chunk_timeout=1.0, screen=GATHERS)
     monkeypatch.setattr(
-        group_lead, "encode_list", lambda listed: encode_list(reseal(listed, {"weight": 9.0}))
+        group_commit, "encode_list", lambda listed: encode_list(reseal(listed, {"weight": 9.0}))
     )
     means = {
         peer.id: handle.result() for peer, handle in zip(peers, start(peers, FLOAT32), strict=True)
@@ -481,7 +484,7 @@ def test_a_second_attempt_brings_no_new_member(school, monkeypatch):
 @pytest.mark.parametrize("used", ["decided", "under way"])
 def test_a_nonce_that_was_used_is_refused(school, monkeypatch, used):
     """The fault: a second group of the same nonce took the streams of the first."""
-    monkeypatch.setattr(group_lead, "fresh_nonce", lambda: bytes(16))
+    monkeypatch.setattr(group_commit, "fresh_nonce", lambda: bytes(16))
     peers = school.peers(3, wait=1.0)
     for peer in peers:
         if used == "decided":
@@ -601,7 +604,7 @@ def test_own_groups_nonce_is_refused(school, monkeypatch):
     """A member of it knows the nonce: with a group of the same it would answer for this node's
     decision.
     """
-    monkeypatch.setattr(group_lead, "fresh_nonce", lambda: bytes(16))
+    monkeypatch.setattr(group_commit, "fresh_nonce", lambda: bytes(16))
     peers = school.peers(3, wait=1.0)
     for peer in peers:
         peer.exchange._decisions.expect(bytes(16))
