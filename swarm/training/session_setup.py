@@ -49,6 +49,7 @@ PATIENCE_S = 600.0  # to wait for the start of the swarm, or for its weights
 # seconds without any other member in view after which a joiner has nobody left to begin with
 ALONE_S = 30.0
 LOOK_S = 0.2
+LONGEST_PAUSE_S = 2.0  # between two tries to fetch weights; each logs who could not be reached
 SEEN_S = 0.5  # in which all who wait for a start look once (directory_loops.HASTE_S)
 REMIND_S = 10.0
 MAX_NAME_CHARS = 64  # characters
@@ -349,6 +350,7 @@ def _weights(
     # so announce it soon. A swarm of own loops does hand out its weights; announced with them, this
     # node is ready for the first round.
     announced = membership.manifest.task == OWN_LOOP
+    pause_s = LOOK_S
     while True:
         try:
             state = catch_up(membership, model, opt, begun=False)
@@ -369,7 +371,8 @@ def _weights(
         if time.monotonic() >= reminder:
             log.warning("waiting for a peer that serves the weights to begin with")
             reminder += REMIND_S
-        directory.wait_for(directory.size() + 1, LOOK_S)
+        directory.wait_for(directory.size() + 1, pause_s)
+        pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
 
 def _wait_for_start(

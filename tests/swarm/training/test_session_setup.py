@@ -25,6 +25,7 @@ from shoal.swarm.training.factories import make_exchange, make_screen
 from shoal.swarm.training.session import Session
 from shoal.swarm.training.session_setup import (
     ALONE_S,
+    LONGEST_PAUSE_S,
     LOOK_S,
     OWN_LOOP,
     PATIENCE_S,
@@ -57,6 +58,7 @@ class Swarm:
 
     def __init__(self, monkeypatch, until, said=False):
         self.now, self.until, self.said = 0.0, until, said
+        self.asked_at = []
         self.identity = SimpleNamespace(peer_id=ME)
         self.directory = self
         self.manifest = SimpleNamespace(task=OWN_LOOP, task_options={}, start_when=2)
@@ -65,6 +67,7 @@ class Swarm:
         monkeypatch.setattr(session_setup, "catch_up", self.catch_up)
 
     def catch_up(self, *args, begun):
+        self.asked_at.append(self.now)
         if self.now < self.until:
             raise NetworkError("nothing is served")
 
@@ -106,7 +109,16 @@ def test_who_joined_does_not_wait_for_those_who_are_gone(monkeypatch, wait, said
         == f"No other member is left to begin this swarm with ({how}): join a swarm that runs, or "
         "create one."
     )
-    assert at == pytest.approx(50.0 + ALONE_S, abs=2 * LOOK_S)
+    assert at == pytest.approx(50.0 + ALONE_S, abs=2 * LONGEST_PAUSE_S)
+
+
+def test_weights_are_asked_for_ever_more_rarely(monkeypatch):
+    """Each try logs a line for each peer that could not be reached: there were five a second."""
+    swarm = Swarm(monkeypatch, 50.0)
+    swarm.ends("weights")
+    asked = swarm.asked_at
+    assert asked[1] - asked[0] == pytest.approx(LOOK_S)
+    assert asked[-1] - asked[-2] == LONGEST_PAUSE_S
 
 
 def test_silent_source_is_waited_for_as_before(monkeypatch):
