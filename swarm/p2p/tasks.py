@@ -7,6 +7,8 @@ import contextlib
 from collections.abc import AsyncIterator, Awaitable
 from typing import Any
 
+AGAIN_S = 5.0  # after which a task that goes on is cancelled again
+
 
 async def first_of(*tasks: asyncio.Future[Any], timeout: float | None = None) -> None:
     """Wait until one of ``tasks`` is done, ``timeout`` seconds at most; none of them is
@@ -18,13 +20,17 @@ async def first_of(*tasks: asyncio.Future[Any], timeout: float | None = None) ->
 async def stop(*tasks: asyncio.Future[Any]) -> None:
     """Cancel ``tasks`` and wait for their end.
 
-    What they raise is retrieved, also if this is cancelled too, as asyncio wants.
+    What they raise is retrieved, also if this is cancelled too, as asyncio wants. A task that goes
+    on is cancelled again: ``asyncio.wait_for`` of Python 3.11 loses a cancellation that comes as
+    what it waits for is done.
     """
     for task in tasks:
         task.add_done_callback(lambda done: done.cancelled() or done.exception())
-        task.cancel()
-    if tasks:
-        await asyncio.wait(tasks)
+    left = set(tasks)
+    while left:
+        for task in left:
+            task.cancel()
+        _, left = await asyncio.wait(left, timeout=AGAIN_S)
 
 
 @contextlib.asynccontextmanager

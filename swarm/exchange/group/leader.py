@@ -445,7 +445,7 @@ class GroupLeader:
         are.
         """
         pause_s = PROBE_S
-        while True:
+        while self._pending.get(key) is pending:  # wait_for of Python 3.11 may lose a cancellation
             await asyncio.sleep(pause_s)
             pause_s *= 2
             missing = self._hoped(key[0], pending) - set(pending.members)
