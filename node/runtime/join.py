@@ -228,10 +228,9 @@ def try_partners(trainer: Trainer, screen: DistanceScreen, log: Callable[[str], 
         log(f"this node counts partners' weights untried (outer.check_loss), for {why}")
         return
     other = Shard(shard.index, shard.of, shard.seed + OTHER_SEED)
-    batches = (
-        to_device(batch, trainer.inner_step.device)
-        for batch in iterator_of(task.batches(other), other)
-    )
+    move = functools.partial(to_device, device=trainer.inner_step.device)
+    # Unlike a generator's, its next batch comes after one that could not be moved.
+    batches = map(move, iterator_of(task.batches(other), other))
     screen.loss_check = LossCheck(
         LossTrial(
             task.loss, batches, trainer.model, trainer.whole, log, trainer.inner_step.autocast

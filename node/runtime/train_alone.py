@@ -29,6 +29,7 @@ def train_alone(settings: Settings, trainer: Trainer, stop: Callable[[], bool]) 
         settings.train,
         own=settings.train,
         device=trainer.inner_step.device,
+        schedule_steps=trainer.schedule.length,
     )
     alone.connect(Alone(), "alone", trainer.shard)
     try:

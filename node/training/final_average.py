@@ -24,7 +24,7 @@ class FinalAverage:
         """Return the held-out loss of the model that the average left, nats, if it is known."""
         if self.report is None:
             return None
-        if self.report.loss_after is not None and not self.report.refused:
+        if self.report.members and not self.report.refused:
             return self.report.loss_after
         return self.report.loss_before
 

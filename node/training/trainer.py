@@ -150,8 +150,8 @@ class Trainer:
         self.schedule = Schedule(task, train, self.opt, schedule_steps)
         self.meter = Meter(Throughput(device, self.inner_step.dtype))
         self.stepping = False
-        """True while the weights are being stepped, and after that has failed: they are those of no
-        whole step then.
+        """True while the weights are being stepped or averaged, and after that has failed: they are
+        those of no whole step then.
         """
         self.final = FinalAverage()
         self._feed = BatchFeed(task, device, self.inner_step.own.workers)
@@ -201,8 +201,13 @@ class Trainer:
 
     def _held_out_loss(self) -> float | None:
         weights = self.opt.averaged() if self.outer.row.slow else nullcontext()
-        with weights, self.inner_step.autocast():
-            loss = self.layout.evaluated(lambda: float(self.task.evaluate(self.model)))
+        # A run that goes on evaluates at other steps: training draws the same numbers all the same.
+        random = random_state(self.inner_step.device)
+        try:
+            with weights, self.inner_step.autocast():
+                loss = self.layout.evaluated(lambda: float(self.task.evaluate(self.model)))
+        finally:
+            restore_random_state(random, self.inner_step.device)
         if math.isfinite(loss):
             return loss
         log.warning(
@@ -243,11 +248,13 @@ class Trainer:
         """Take what the exchanges in flight bring, and the mean at the end if the swarm wants
         one.
         """
+        self.stepping = True
         if self.final.exchange is None:
             self.opt.finish(average=self.outer.finish == "average" and not self.outer.alone)
-            return
-        checked = self.outer.check_loss and self.layout.ranks == 1
-        self.final.run(self.opt, self._held_out_loss, checked=checked)
+        else:
+            checked = self.outer.check_loss and self.layout.ranks == 1
+            self.final.run(self.opt, self._held_out_loss, checked=checked)
+        self.stepping = False
 
     def step(self) -> None:
         """Take one inner step, and the outer step if it is due.

@@ -158,9 +158,9 @@ class ModelWeights:
         with torch.no_grad():
             parts = [local(param).detach() for param in self.params]
             kept = [own.copy_(part) for own, part in zip(alike(parts), parts, strict=True)]
-        self.write(self.everything, self.slow)
-        self.shows_slow = True
         try:
+            self.write(self.everything, self.slow)
+            self.shows_slow = True
             yield
         finally:
             self.shows_slow = outside

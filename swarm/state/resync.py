@@ -275,6 +275,10 @@ class Resynchronizer:
             )
             self._back_off()
             return False
+        except Exception as error:  # training goes on, and the weights are fetched again
+            self._membership.host.internal_errors.caught("weights", error)
+            self._back_off()
+            return False
         if state is None:
             self._returned()  # nobody is nearer to the group than this node
             return False

@@ -10,6 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
@@ -75,6 +76,8 @@ class StateServer:
         self._resting: Callable[[], State] | None = None
         # Held while the weights are copied in a block of `at_rest`.
         self._copying = threading.Lock()
+        # One thread: callers that wait for a copy would hold those that exchanges need.
+        self._copier = ThreadPoolExecutor(1, "weights")
         self._last: tuple[tuple[object, ...], bytes] | None = None
         self._kept = SnapshotCache(clock)
         self.diverged: int | None = (
@@ -124,7 +127,8 @@ class StateServer:
             future for future, (request, peer) in wanted if self._keeps_its_own(request, peer)
         ]
         if drifted:
-            self._host.call(self._turn_away(drifted, DIVERGED), MESSAGE_S)
+            with suppress(NetworkError):  # the host is closing
+                self._host.call(self._turn_away(drifted, DIVERGED), MESSAGE_S)
         if not wanted or self.diverged is not None or self._making:
             return
         state = current()
@@ -157,6 +161,9 @@ class StateServer:
         except (NetworkError, OSError) as error:  # the host is closing, or a disk has failed
             self._making = False
             log.debug("weights are not served: %s", error)
+        except Exception as error:  # training goes on, and the next caller is served again
+            self._making = False
+            self._host.internal_errors.caught("weights", error)
 
     async def _turn_away(
         self, callers: Iterable[asyncio.Future[Snapshot | Answer]], answer: Answer
@@ -228,7 +235,7 @@ class StateServer:
             # Shows that this peer is awake.
             await send_message(stream, Answer(verdict="wait", round=0), MESSAGE_S)
             if self._resting is not None:
-                asyncio.get_running_loop().run_in_executor(None, self._offer_at_rest)
+                asyncio.get_running_loop().run_in_executor(self._copier, self._offer_at_rest)
             found = await asyncio.wait_for(future, seconds)
             return found if isinstance(found, Answer) else found.header
         except TimeoutError:

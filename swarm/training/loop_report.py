@@ -23,6 +23,10 @@ class LoopReport:
     def is_due(self, opt: OuterOptimizer) -> bool:
         return opt.round != self._round or self._speed.since_look() >= ANNOUNCE_S
 
+    def restart(self, opt: OuterOptimizer, member: TrainingMember) -> None:
+        """Count from the steps of a state that was loaded: they were not made here."""
+        self._speed.restart(opt.steps, opt.tokens, member.exchange.waited)
+
     def write(self, opt: OuterOptimizer, member: TrainingMember) -> None:
         """Put it into the records of ``member``, which are announced with the next status."""
         member.records.lost(training=self.loss)

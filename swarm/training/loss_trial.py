@@ -46,7 +46,7 @@ class LossTrial:
         loss: returns the loss of a model on a batch.
         batches: none of them is known to another peer.
         model: what is trained, with all parameters of ``opt``; frozen parameters are shared with
-            the copy.
+            the copy, whose buffers, such as running statistics, follow the model's.
         opt: the outer optimizer, whose slow weights stand for those that a contribution leaves out.
         autocast: makes the context of computing in this node's precision.
         log: told of each trial that is broken off.
@@ -65,6 +65,7 @@ class LossTrial:
         for parameter in model.parameters():
             if not parameter.requires_grad:
                 copies[id(parameter)] = parameter
+        self._trained = model
         self._model = copy.deepcopy(model, copies).eval()
         self._params = [copies[id(parameter)] for parameter in opt.parameters]
         """The copy's parameters, in the order of the slow weights."""
@@ -119,10 +120,12 @@ class LossTrial:
             (here if slow.device == self._device else elsewhere)[place] = slow
         with self._stream.before():  # which changes the slow weights, where they are on the device
             self._copy(here)
+            self._copy_buffers()
         with self._stream.after():
             self._copy(elsewhere)
-            mine = self._weights(places, own)
-            other = self._weights(places, theirs)
+            tail = self._opt.buffer_count if fragment == 0 else 0
+            mine = self._weights(places, own, tail)
+            other = self._weights(places, theirs, tail)
             batches = list(islice(self._batches, TRIAL_BATCHES))
             if not batches:
                 return None
@@ -150,16 +153,25 @@ class LossTrial:
         for place, tensor in weights.items():
             self._params[place].copy_(tensor)
 
-    def _weights(self, places: Sequence[int], contribution: Sequence[Tensor]) -> list[Tensor]:
+    def _copy_buffers(self) -> None:
+        live = dict(self._trained.named_buffers())
+        for name, buffer in self._model.named_buffers():
+            now = live.get(name)
+            if now is not None and now.shape == buffer.shape:
+                buffer.copy_(now)
+
+    def _weights(
+        self, places: Sequence[int], contribution: Sequence[Tensor], tail: int
+    ) -> list[Tensor]:
         """Return the fast weights of a contribution: it is those, or slow weights and
-        pseudo-gradients, then buffers.
+        pseudo-gradients, and then ``tail`` buffers.
         """
         count = len(places)
         first = contribution[:count]
+        if len(contribution) - tail < 2 * count:
+            return list(first)
         second = contribution[count : 2 * count]
-        if [tensor.shape for tensor in first] == [tensor.shape for tensor in second]:
-            return [slow - step for slow, step in zip(first, second, strict=True)]
-        return list(first)
+        return [slow - step for slow, step in zip(first, second, strict=True)]
 
     def _loss_with(self, batches: Sequence[object]) -> float:
         """Return the loss with a partner's weights: NaN where it cannot be computed, as it could

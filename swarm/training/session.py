@@ -531,8 +531,9 @@ class Session:
             self._together(self._go_on)
 
     def _go_on(self) -> None:
-        if self._member is not None:
+        if self._member is not None and self._opt is not None:
             self._member.begin()
+            self._loop.restart(self._opt, self._member)
             self._announce("training")
 
     def status(self) -> dict[str, Any]:

@@ -66,6 +66,13 @@ class LoopSpeed:
         self._waited_s = waited_s
         return self._rates
 
+    def restart(self, steps: int, tokens: int, waited_s: float) -> None:
+        """Count from these totals, such as those of a loaded state."""
+        self._looked_at = time.monotonic()
+        self._steps = steps
+        self._tokens = tokens
+        self._waited_s = waited_s
+
     def since_look(self) -> float:
         """Return the seconds since the last look."""
         return time.monotonic() - self._looked_at

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from shoal.node.runtime import join
 from shoal.node.runtime.join import try_partners
 from shoal.node.task import Shard, Task
 from shoal.optim import Alone, NoLoCo
@@ -215,6 +216,83 @@ def test_trial_needs_a_request_and_the_means(asked, draws, ranks, tries, said):
     )
     try_partners(trainer, screen, lines.append)
     assert (screen.loss_check is not None, len(lines)) == (tries, said)
+
+
+def test_trials_go_on_after_a_batch_that_found_no_memory(monkeypatch):
+    """The fault: a generator ends with its first error, and nothing was tried ever after."""
+    model, screen, moves = Line().model(), DistanceScreen(), count()
+
+    def move(batch, device):
+        if next(moves) == 0:
+            raise torch.OutOfMemoryError("none left")
+        return batch
+
+    monkeypatch.setattr(join, "to_device", move)
+    trainer = SimpleNamespace(
+        outer=SimpleNamespace(check_loss=True),
+        task=Line(),
+        layout=SimpleNamespace(ranks=1),
+        model=model,
+        whole=around(model),
+        shard=SHARD,
+        inner_step=SimpleNamespace(autocast=nullcontext, device=torch.device("cpu")),
+    )
+    try_partners(trainer, screen, print)
+    found = [screen.loss_check._losses(0, weights(1, 0), weights(3, 0)) for _ in range(3)]
+    assert found == [None, None, (1.0, 4.0, 9.0)]
+
+
+class Normed(nn.Module):
+    """One weight behind a batch norm, whose scale and shift have the shapes of its statistics."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(1)
+        self.line = nn.Linear(1, 1, bias=False)
+
+    def forward(self, x):
+        return self.line(self.norm(x))
+
+
+def test_a_trial_has_the_running_statistics_of_the_model():
+    """The fault: they were those before the first step, and zeroed weights looked better."""
+    model = Normed()
+    opt = NoLoCo(
+        torch.optim.SGD(model.parameters(), lr=0.0),
+        Alone(),
+        every=2,
+        model=model,
+        buffers="average",
+        fragments=[model],
+    )
+    found = LossTrial(
+        lambda m, batch: m(batch).square().mean(), Line().batches(SHARD), model, opt, print
+    )
+    model.norm.running_mean.fill_(3.0)  # of a batch of ones: (1 - 3) / sqrt(4)
+    model.norm.running_var.fill_(4.0 - model.norm.eps)
+    own = [torch.ones(1), torch.zeros(1), torch.ones(1, 1)]
+    theirs = [torch.ones(1), torch.zeros(1), torch.zeros(1, 1)]
+    assert found(0, own, theirs) == pytest.approx((1.0, 0.25, 0.0))
+
+
+def test_averaged_buffers_are_no_pseudo_gradients():
+    """A fragment of a batch norm alone sends weight and bias, and then as many buffers."""
+    model = Normed()
+    opt = NoLoCo(
+        torch.optim.SGD(model.parameters(), lr=0.0),
+        Alone(),
+        every=2,
+        model=model,
+        buffers="average",
+        fragments=[model.norm, model.line],
+    )
+    assert opt.buffer_count == 2
+    found = LossTrial(
+        lambda m, batch: m.norm.bias.square(), Line().batches(SHARD), model, opt, print
+    )
+    own = [torch.ones(1), torch.full((1,), 2.0), torch.zeros(1), torch.ones(1)]
+    theirs = [torch.ones(1), torch.full((1,), 4.0), torch.zeros(1), torch.ones(1)]
+    assert found(0, own, theirs) == (4.0, 9.0, 16.0)
 
 
 def test_without_batches_nothing_is_tried():

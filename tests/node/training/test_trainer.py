@@ -5,6 +5,7 @@ trained, and counts FLOPs.
 import math
 import random
 from collections import OrderedDict
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -543,3 +544,35 @@ def test_a_task_whose_optimizer_leaves_parameters_out_is_refused():
         match=r"inner_optimizer\(\) trains 1 of the \d+ parameters .* freeze the rest in model",
     ):
         trainer(Decayed(part=True))
+
+
+class Sampling(Noisy):
+    """Draws random numbers in ``evaluate``, as a ``DataLoader`` does."""
+
+    def evaluate(self, model):
+        torch.rand(1), np.random.rand(), random.random()
+        return 1.0
+
+
+def test_an_evaluation_leaves_the_random_numbers_of_training(monkeypatch):
+    """The fault: a resumed run, which evaluates first, went on with other dropout masks."""
+    made = Trainer(Sampling(), OuterSettings(method="none"), TrainSettings(steps=1, seed=1))
+    before = random_state(CPU)
+    assert made.evaluate() == 1.0
+    after = random_state(CPU)
+    assert all(
+        torch.equal(value, after[name]) if torch.is_tensor(value) else value == after[name]
+        for name, value in before.items()
+    )
+
+
+def test_weights_that_were_averaged_in_part_are_of_no_whole_step(monkeypatch):
+    """The fault: after an end that found no memory a half-applied mean was saved as whole."""
+    made = Trainer(Noisy(), OuterSettings(method="none"), TrainSettings(steps=1, seed=1))
+    monkeypatch.setattr(made.opt, "finish", Mock(side_effect=torch.OutOfMemoryError("none left")))
+    with pytest.raises(torch.OutOfMemoryError):
+        made.finish()
+    assert made.stepping
+    monkeypatch.undo()
+    made.finish()
+    assert not made.stepping

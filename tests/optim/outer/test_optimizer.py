@@ -274,6 +274,23 @@ def test_averaged_restores_the_fast_weights(dtype):
     assert same(fast, [p.detach().view(torch.uint8) for p in net.parameters()])
 
 
+def test_slow_weights_that_cannot_be_shown_leave_the_fast_ones(monkeypatch):
+    """The fault: no memory half way, and the model kept a mixture of both."""
+    net = model()
+    opt = NoLoCo(torch.optim.SGD(net.parameters(), lr=0.1), Alone(), every=4, lag=0)
+    train(net, opt, 6)
+    fast = [p.detach().clone() for p in net.parameters()]
+
+    def in_part(part, tensors):
+        net[0].weight.data.copy_(tensors[0])
+        raise torch.OutOfMemoryError("none left")
+
+    monkeypatch.setattr(opt._weights, "write", in_part)
+    with pytest.raises(torch.OutOfMemoryError), opt.averaged():
+        pass
+    assert same(fast, [p.detach() for p in net.parameters()])
+
+
 @pytest.mark.parametrize("pull", [None, 0.3])
 def test_own_step_is_taken_without_an_answer(pull):
     """Without an answer the own step is taken and never rolled back."""

@@ -13,6 +13,7 @@ from shoal.optim.exchange.base import Alone
 from shoal.swarm.errors import NetworkError
 from shoal.swarm.exchange.contribution import ExchangeStats
 from shoal.swarm.exchange.robust import LEAST, DistanceScreen
+from shoal.swarm.internal_errors import InternalErrors
 from shoal.swarm.state import resync as anchoring
 from shoal.swarm.state.drift import SplitDecision
 from shoal.swarm.state.resync import FAR_ROUNDS, SLOW_FETCH_S, Resynchronizer
@@ -32,7 +33,8 @@ class Swarm:
             torch.optim.SGD(self.model.parameters(), lr=0.1), Alone(), every=EVERY
         )
         self.opt.on_round = self.on_round
-        self.asked, self.host = [], SimpleNamespace(met={})
+        self.asked = []
+        self.host = SimpleNamespace(met={}, internal_errors=InternalErrors())
         self.members = {
             peer: SimpleNamespace(peer=peer, model=MODEL, state="training", round=9, addresses=())
             for peer in others
@@ -99,6 +101,18 @@ def test_a_lone_peer_that_is_refused_each_round_stays_near(monkeypatch):
     swarm.train(30)
     assert len(swarm.asked) == 30
     assert swarm.away() < 5.0
+
+
+def test_own_error_of_a_fetch_does_not_end_training(monkeypatch):
+    """A disk that fails while weights are fetched is this node's own fault, and is said so."""
+    swarm = Swarm(monkeypatch)
+    failed = Future()
+    failed.set_exception(OSError("the disk is full"))
+    swarm.resynchronizer._pending = failed
+    assert not swarm.resynchronizer.adopt_fetched()
+    assert swarm.host.internal_errors.report()["weights"]["count"] == 1
+    swarm.train(1)
+    assert swarm.asked
 
 
 def test_who_was_met_is_asked_before_free_records(monkeypatch):

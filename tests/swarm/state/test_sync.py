@@ -1,10 +1,13 @@
 """Weights for a newcomer, and for who has drifted: whole or none, from several peers, and which of
 them; and large ones in files."""
 
+import asyncio
 import errno
 import math
+import os
 import threading
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -497,6 +500,39 @@ def test_others_wait_until_it_is_back(network, two, first_asks, astray):
     server.diverged = 5
     server.offer(never)
     assert len(server._wanted) == 1
+
+
+def test_a_copy_that_fails_ends_neither_training_nor_serving(network, two, monkeypatch):
+    """The fault: a stranger's question ended the node, or nobody was served ever after."""
+    asking, asked = two
+    server = StateServer(asked, SWARM, MODEL, [(4,)])
+    answer = ask(network, asking, asked, astray=False)
+    state = State(5, [torch.zeros(4)], {}, [4])
+    with monkeypatch.context() as patch:
+        patch.setattr(state_server, "encode", Mock(side_effect=MemoryError("no memory")))
+        server.offer(lambda: state)
+    assert asked.internal_errors.report()["weights"]["count"] == 1
+    server.offer(lambda: state)
+    assert answer() == 5
+
+
+def test_who_waits_for_a_copy_holds_no_thread_of_exchanges(network, two):
+    asking, asked = two
+    server = StateServer(asked, SWARM, MODEL, [(4,)])
+    began, go_on = threading.Event(), threading.Event()
+
+    def slow_copy():
+        began.set()
+        assert go_on.wait(60)
+        return State(5, [torch.zeros(4)], {}, [4])
+
+    with server.at_rest(slow_copy):
+        many = 8 + (os.cpu_count() or 1)  # more than asyncio's own threads
+        answers = [ask(network, asking, asked, astray=False) for _ in range(many)]
+        assert began.wait(60)
+        assert asked.call(asyncio.to_thread(lambda: 7), 60) == 7
+        go_on.set()
+        assert {answer() for answer in answers} == {5}
 
 
 STATE = State(

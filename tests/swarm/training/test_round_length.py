@@ -182,3 +182,13 @@ def test_a_loops_speed_leaves_out_its_waiting(monkeypatch):
     assert speed.look(10, 500, 63.0) == Rates(5.0, 250.0)
     clock.now += 2.0
     assert speed.look(20, 1000, 63.0) == Rates(5.0, 250.0)
+
+
+def test_loaded_steps_are_not_counted_as_speed(monkeypatch):
+    """The fault: a node announced a million steps a second after it had loaded a checkpoint."""
+    clock = Clock()
+    monkeypatch.setattr("shoal.swarm.training.step_rate.time.monotonic", lambda: clock.now)
+    speed = LoopSpeed()
+    speed.restart(2000, 16_000, 1.0)
+    clock.now += 2.0
+    assert speed.look(2010, 16_080, 1.0) == Rates(5.0, 40.0)
