@@ -286,7 +286,7 @@ def load(folder: Path) -> tuple[int, Any]:
         found = [(0, folder)] if (folder / STATE).exists() else listed(folder)
         if not found:
             raise CheckpointError(
-                f"There is no checkpoint in {str(folder)!r}: start without --resume."
+                f"There is no checkpoint in {str(folder)!r}: check the folder, or start without it."
             )
         newest = found[0][1]
         body = _read(newest)

@@ -147,7 +147,7 @@ def lines(parts: Sequence[Mapping[str, Any]], mean_loss: float | None) -> Iterat
     if losses and mean_loss is not None:
         each = ", ".join(f"{loss:.4f}" for loss in losses[:8])
         yield f"held-out losses of each: {each}; of the mean: {mean_loss:.4f}"
-        if mean_loss > min(losses):
+        if round(mean_loss, 4) > round(min(losses), 4):
             yield "the mean is worse than the best member: their weights may lie far apart still"
     for part in parts:
         if part["left_out"]:

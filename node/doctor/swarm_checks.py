@@ -152,7 +152,7 @@ def model(visit: Visit, tell: Tell) -> str:
 
     manifest = visit.agreed()
     if manifest.task == OWN_LOOP:
-        raise Skip("its members train in loops of their own: swarm.join compares the model.")
+        raise Skip("its members train in loops of their own: shoal.join compares the model.")
     settings = swarm_settings(load(None, {"task.hooks": visit.hooks}), manifest)
     if settings.task.hooks == RL:
         if manifest.outer.alone:

@@ -1,6 +1,6 @@
 """Callback that trains in a swarm with Lightning's ``Trainer``.
 
-    with swarm.create(state=module, every=25) as s:         # or swarm.join(link, state=module)
+    with shoal.create(state=module, every=25) as s:         # or shoal.join(link, state=module)
         Trainer(max_steps=1000, callbacks=[SwarmCallback(s)]).fit(module, loader)
 
 The module keeps its optimizer and its steps, automatic or not; after each of them the callback

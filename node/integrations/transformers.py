@@ -1,6 +1,6 @@
 """Callback that trains in a swarm with the ``Trainer`` of Hugging Face's transformers.
 
-    with swarm.create(state=model, every=25) as s:          # or swarm.join(link, state=model)
+    with shoal.create(state=model, every=25) as s:          # or shoal.join(link, state=model)
         Trainer(model, args, train_dataset=data, callbacks=[SwarmCallback(s)]).train()
 
 The trainer keeps its optimizer, scheduler and gradient accumulation; after each of its steps the

@@ -120,6 +120,19 @@ def averages_together(peers: int) -> str:
     )
 
 
+def averages_as_chosen(outer: OuterSettings, peers: int) -> str:
+    """Return what its creator is told of a swarm that lacks the `usual` settings only because
+    others than the method are set.
+    """
+    chosen = sorted(outer.model_fields_set)
+    names = " and ".join(filter(None, (", ".join(chosen[:-1]), chosen[-1])))
+    return (
+        f"this swarm averages in pairs, because [outer] sets {names}: with nothing set there, its "
+        f"{peers} peers would average over everyone (streaming, in one bit), which ends with a "
+        "lower loss"
+    )
+
+
 def advise(
     swarm: Situation, line: Line, tensors: ModelTensors, *, step_s: float, every: int | None = None
 ) -> tuple[Row, str]:

@@ -129,6 +129,16 @@ def outer_of_few(settings: Settings) -> OuterSettings | None:
     return usual(Situation(swarm.start_when))
 
 
+def is_few_but_chosen(settings: Settings) -> bool:
+    """Return whether a swarm of a few averages in pairs only because the user chose something else
+    about averaging than the method.
+    """
+    outer = settings.outer
+    if not outer.model_fields_set or "method" in outer.model_fields_set or outer.alone:
+        return False
+    return outer_of_few(settings.model_copy(update={"outer": OuterSettings()})) is not None
+
+
 def new_manifest(
     settings: Settings,
     identity: Identity,

@@ -111,8 +111,8 @@ def find(node: NodeSettings) -> SavedRun | None:
         return _read(other)
     if steps(own):
         raise CheckpointError(
-            f"The folder {str(own)!r} holds checkpoints of another run: pass --resume to continue "
-            "it, or choose another --name or --folder."
+            f"The folder {str(own)!r} holds checkpoints of an earlier run: pass --resume to "
+            "continue it, or choose another --name or --folder."
         )
     return None if other is None else _read(other)
 

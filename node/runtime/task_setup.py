@@ -8,6 +8,7 @@ without its folder. The size of the model is computed before it is made.
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -17,6 +18,7 @@ from shoal.node.config.setting_types import spec_label
 from shoal.node.config.settings import ConfigError, Settings
 from shoal.node.config.swarm_settings import SwarmSettings, TaskSettings
 from shoal.node.data.task_options import DATA, DIGEST, TEXT, TOKENIZER, options_of_member
+from shoal.node.home import expanded
 from shoal.node.task import Task
 from shoal.node.tasks.loader import BUILT_IN, load_task
 from shoal.node.tasks.text import TextTask
@@ -229,14 +231,14 @@ def _task_of(
         hooks = manifest.task
     if manifest.task == OWN_LOOP:
         raise HookError(
-            "The members of this swarm train in loops of their own: join it with swarm.join(link, "
+            "The members of this swarm train in loops of their own: join it with shoal.join(link, "
             "state=model)."
         )
     if spec_label(hooks) != manifest.task:
         if hooks != TEXT or manifest.task in BUILT_IN_TASKS:
             raise HookError(
-                f"The swarm trains {manifest.task!r}, this node was given {hooks!r}: use the "
-                "swarm's task."
+                f"The swarm trains {manifest.task!r}, this node was given {hooks!r}"
+                f"{_if_not_there(hooks)}: use the swarm's task."
             )
         raise HookError(f"The swarm trains {manifest.task!r}, {_no_code(carrier)} --task.")
     options = options_of_member(hooks, dict(manifest.task_options), settings.task.options)
@@ -263,6 +265,12 @@ def _own_env(own: RLSettings, label: str, carrier: str) -> str:
     if ":" in label:
         raise HookError(f"The swarm learns {label!r}, {_no_code(carrier)} --env.")
     return label
+
+
+def _if_not_there(hooks: str) -> str:
+    file = hooks.rpartition(":")[0]
+    missing = file.endswith(".py") and not Path(expanded(file)).is_file()
+    return ", a file that is not there" if missing else ""
 
 
 def _no_code(carrier: str) -> str:

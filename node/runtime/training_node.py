@@ -16,7 +16,7 @@ from shoal.node.checkpoint.writer import CheckpointWriter
 from shoal.node.config.device import make_current, resolve_device
 from shoal.node.metrics.log import Metrics, RoundRecord
 from shoal.node.metrics.sinks import about
-from shoal.node.plan.advice import averages_together
+from shoal.node.plan.advice import averages_as_chosen, averages_together
 from shoal.node.plan.rows import ModelTensors, memory_of, work_of
 from shoal.node.plan.run_cost import StartEstimate
 from shoal.node.runtime import resume
@@ -29,6 +29,7 @@ from shoal.node.runtime.join import (
     choose_shard,
     follow_schedule,
     for_new_swarm,
+    is_few_but_chosen,
     make_trainer,
     new_manifest,
     outer_of_few,
@@ -214,6 +215,8 @@ class TrainingNode:
                 settings = continued(settings, saved.manifest_then)
             if outer_of_few(settings) is not None:
                 self.display.message(averages_together(settings.swarm.start_when))
+            elif is_few_but_chosen(settings):
+                self.display.message(averages_as_chosen(settings.outer, settings.swarm.start_when))
             self.settings = settings = for_new_swarm(settings)
             task = make_task(settings)
             check_size(task, settings, self.device.type, self.display.message, stranger)
@@ -434,6 +437,8 @@ class TrainingNode:
                 and not resume.is_newer(state, trainer.whole)
             ):
                 state = None
+        if saved is not None or state is not None:
+            trainer.meter.rise.stop()
         self.member.begin(state)
         self._follow_changes(trainer.whole.round // trainer.whole.fragments)
         if state is not None:
@@ -517,6 +522,7 @@ class TrainingNode:
         self.saver.due = self.options.ranks is not None
         try:
             with self._activity.doing("training"):
+                self._activity.detail = partial(self._drawing_again, trainer.opt.steps)
                 result.wall_s = trainer.run(
                     stop=self._stopping,
                     on_progress=partial(self._on_progress, estimate),
@@ -543,6 +549,12 @@ class TrainingNode:
             self.display.message(line)
         return result
 
+    def _drawing_again(self, begun_at: int) -> str:
+        """Return what goes on before the first step after a resume, if that takes long."""
+        if not begun_at or self._saved is None or self.trainer.opt.steps > begun_at:
+            return ""
+        return f"the first {begun_at:,} batches are drawn again, to go on behind them"
+
     def _wait_for_peers(self) -> None:
         with self._activity.doing("waiting for peers", bounded=True, told=True):
             for missing in until_started(
@@ -565,6 +577,8 @@ class TrainingNode:
         result.internal_errors = self.membership.host.internal_errors.report()
         if not self.settings.outer.alone:
             result.trained_alone = self.member.trained_alone()
+            if not result.interrupted and trainer.final.report is None:
+                result.ended_alone = self.member.ended_alone()
         with self._activity.doing("saving", bounded=True):
             result.not_saved = self.saver.last(trainer.opt.steps)
         if result.not_saved is not None:

@@ -18,11 +18,20 @@ REPORTS = 3
 
 
 class LossRise:
-    """The loss of one run, compared with that of its first step."""
+    """The loss of one run, compared with that of its first step.
+
+    Of weights that were trained before, a first step says nothing: their loss may be near 0, and
+    three times as high in the next batch.
+    """
 
     def __init__(self) -> None:
         self._first: torch.Tensor | None = None
         self._high = 0  # reports in a row
+        self._is_over = False
+
+    def stop(self) -> None:
+        """Say nothing from now on."""
+        self._is_over = True
 
     def add(self, loss: torch.Tensor) -> None:
         """Note the training loss of a step."""
@@ -30,7 +39,7 @@ class LossRise:
             self._first = loss.detach().clone()
 
     def news(self, loss: float) -> str:
-        """Return one sentence, once in a row, if the mean ``loss`` of the steps since the last
+        """Return one sentence, once in a run, if the mean ``loss`` of the steps since the last
         report shows that training has diverged; else nothing.
         """
         first = 0.0 if self._first is None else float(self._first)
@@ -38,8 +47,9 @@ class LossRise:
             self._high = 0
             return ""
         self._high += 1
-        if self._high != REPORTS:
+        if self._high < REPORTS or self._is_over:
             return ""
+        self.stop()
         return (
             f"training diverges: the loss is {loss:.4g}, and was {first:.4g} in the first step; "
             "begin again with a lower learning rate (`shoal tune` finds one)"

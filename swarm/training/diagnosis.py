@@ -29,6 +29,7 @@ ALONE_ROUNDS = 3
 """Rounds in a row without a partner that are worth a sentence."""
 NOBODY = ("nobody", "model")
 """Reasons of an exchange with whom nobody was there."""
+THEIR_MODEL = "`shoal pull LINK` fetches their model while any of them serves"
 LOOK_S = 1.0
 """Between two looks at the members: records change every five."""
 SAY_AGAIN_S = 600.0
@@ -158,7 +159,21 @@ class Diagnosis:
             f"partner ({PARTNERLESS[reason][0]}); {self._remedy(reason)}"
         )
 
+    def ended_alone(self, fragments: int) -> str:
+        """Return a sentence if the last rounds had no partner though earlier ones had: the model is
+        this node's own since then.
+        """
+        rounds = self._without // fragments
+        if not self.exchanged or rounds < ALONE_ROUNDS:
+            return ""
+        return f"the last {rounds} rounds had no partner, so this node ends with a model of its own"
+
+    def _have_others_ended(self) -> bool:
+        return any(member.finished for member in self._directory.departed().values())
+
     def _remedy(self, reason: str) -> str:
+        if reason == "nobody" and self._have_others_ended():
+            return THEIR_MODEL
         speeds = [member.steps_per_s for member in self._directory.members().values()]
         return partner_remedy(reason, speeds, in_seconds=self._in_seconds)
 
@@ -172,6 +187,8 @@ class Diagnosis:
             return kind, f"{_name(peer, others)} {FAILED[kind]}"
         if not any(member.model == model for member in others.values()):
             reason = "model" if others else "nobody"
+            if reason == "nobody" and self._have_others_ended():
+                return reason, "all others have come to their end"
             return reason, PARTNERLESS[reason][0]
         passed = self.stats.passed(info.key)
         if passed:

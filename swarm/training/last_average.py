@@ -184,6 +184,8 @@ class LastAverage(Exchange):
         self._due: dict[str, float] = {}
         """Peer -> monotonic time until which it is waited for."""
         self._names: dict[str, str] = {}
+        self._announced: dict[str, str] = {}
+        """Those for whom this node said that it waits, by peer id."""
         self.report = EndReport()
         directory = membership.directory
         manifest = membership.manifest
@@ -243,6 +245,8 @@ class LastAverage(Exchange):
         self.announce()
         self._directory.look()
         others = self._others()
+        self._announced = others
+        self._names |= others
         if others:
             self.say(
                 f"the last step is done: waiting at most {LONGEST_WAIT_S:.0f} s for "
@@ -260,14 +264,17 @@ class LastAverage(Exchange):
     def enough(self, members: tuple[str, ...]) -> bool:
         """Return whether everybody who is there is in the mean of ``members`` (peer ids), of which
         there may be none.
+
+        Missing are also those for whom this node said that it waits, and does not any more.
         """
         others = self._others()
         self._names |= others
         left = others.keys() - set(members)
+        missing = left | (self._announced.keys() - set(members))
         me = self._directory.own()
         names = self._names | {self._me: me.name if me is not None else "this node"}
         self.report.members = tuple(sorted(names.get(peer, short(peer)) for peer in members))
-        self.report.missing = tuple(sorted(names[peer] for peer in left))
+        self.report.missing = tuple(sorted(names[peer] for peer in missing))
         self.report.wait_s = self.inner.waited
         return not left
 

@@ -139,8 +139,8 @@ class OuterSync:
             log.warning(
                 "no other peer is near round %d: this node goes back to round %d, where the others "
                 "are",
-                opt.round,
-                ahead_of,
+                opt.round // opt.fragments,
+                ahead_of // opt.fragments,
             )
             opt.go_back(ahead_of)
             self._drift.moved()

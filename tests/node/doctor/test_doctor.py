@@ -185,7 +185,7 @@ def test_plan_measures_without_joining(healthy):
 
 def test_own_loops_have_no_task_to_compare():
     """In a swarm of own loops there is no task to compare."""
-    with pytest.raises(Skip, match=r"own: swarm\.join compares the model"):
+    with pytest.raises(Skip, match=r"own: shoal\.join compares the model"):
         swarm_checks.model(SimpleNamespace(agreed=lambda: SimpleNamespace(task=OWN_LOOP)), None)
 
 

@@ -14,8 +14,15 @@ from shoal.node.config.setting_types import spec_label
 from shoal.node.config.settings import ConfigError, load
 from shoal.node.config.train_settings import OwnTraining, TrainTable
 from shoal.node.demo.run_nodes import settings_toml
+from shoal.node.plan.advice import averages_as_chosen
 from shoal.node.runtime import task_setup, training_node
-from shoal.node.runtime.join import choose_shard, for_new_swarm, new_manifest, with_own_lag
+from shoal.node.runtime.join import (
+    choose_shard,
+    for_new_swarm,
+    is_few_but_chosen,
+    new_manifest,
+    with_own_lag,
+)
 from shoal.node.runtime.result import Setup
 from shoal.node.runtime.task_setup import check_size, continued, enter, swarm_settings
 from shoal.node.runtime.training_node import TrainingNode
@@ -163,6 +170,28 @@ def test_few_private_peers_average_over_everyone(given, written):
     assert outer.model_dump(exclude_defaults=True) == written
 
 
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"swarm.start_when": 3, "outer.every": 9, "outer.wait_s": 20.0}, True),
+        ({"swarm.start_when": 3}, False),
+        ({"swarm.start_when": 3, "outer.every": 9, "outer.method": "noloco"}, False),
+        ({"swarm.start_when": 1, "outer.every": 9}, False),
+        ({"swarm.start_when": 3, "outer.every": 9, "swarm.public": True}, False),
+    ],
+)
+def test_pairs_by_a_setting_besides_the_method_are_told(given, told):
+    """The fault: every = 16 alone made pairs of a swarm of three, and nobody said so."""
+    settings = load(None, given)
+    assert is_few_but_chosen(settings) == told
+    if told:
+        assert averages_as_chosen(settings.outer, 3) == (
+            "this swarm averages in pairs, because [outer] sets every and wait_s: with nothing set "
+            "there, its 3 peers would average over everyone (streaming, in one bit), which ends "
+            "with a lower loss"
+        )
+
+
 def test_the_folder_of_a_task_is_nobody_elses_affair():
     assert spec_label("/home/somebody/task.py:Mine") == "task.py:Mine"
     assert spec_label("package.module:Mine") == "package.module:Mine"
@@ -291,7 +320,12 @@ def test_the_task_rl_asks_for_no_method():
         (
             "b/task.py:Other",
             "a/task.py:Mine",
-            "this node was given 'b/task.py:Other': use the swarm's task",
+            "this node was given 'b/task.py:Other', a file that is not there: use the swarm's task",
+        ),
+        (
+            "tests/node/runtime/test_join.py:Other",
+            "a/task.py:Mine",
+            "test_join.py:Other': use the swarm's task",
         ),
         ("b/task.py:Mine", "text", "The swarm trains 'text', this node was given 'b/task.py:Mine'"),
     ],
@@ -304,7 +338,7 @@ def test_another_task_than_the_swarms_is_named(mine, theirs, sentence):
 def test_swarm_of_own_loops_has_no_task():
     """A swarm of own loops has no task that a node could run."""
     theirs = manifest().model_copy(update={"task": "own-loop"})
-    with pytest.raises(HookError, match=r"join it with swarm\.join\(link, state=model\)"):
+    with pytest.raises(HookError, match=r"join it with shoal\.join\(link, state=model\)"):
         swarm_settings(load(None, {}), theirs)
 
 

@@ -177,8 +177,8 @@ def test_which_checkpoint_is_meant(tmp_path, identity):
     assert find(node(own, resume_from=str(own))).swarm == swarms[0]
     assert find(node(own, resume_from=str(own / "step-00000010"))).shard == Shard(0, 2, 1)
     for asked, words in [
-        (node(own), "holds checkpoints of another run: pass --resume"),
-        (node(own, resume_from=str(other)), "holds checkpoints of another run"),
+        (node(own), "holds checkpoints of an earlier run: pass --resume"),
+        (node(own, resume_from=str(other)), "holds checkpoints of an earlier run"),
         (node(own, resume=True, resume_from=str(other)), "pass one of them"),
         (node(tmp_path / "new", resume_from=str(tmp_path / "nothing")), "There is no checkpoint"),
     ]:

@@ -63,6 +63,18 @@ def test_short_or_small_rise_is_no_divergence(first, losses):
     assert [rise.news(loss) for loss in losses] == [""] * 5
 
 
+def test_divergence_is_said_once_and_not_of_trained_weights():
+    """The fault: a newcomer whose first batch had a loss near 0 said so six times."""
+    rise = LossRise()
+    rise.add(torch.tensor(2.0))
+    said = [bool(rise.news(loss)) for loss in (9.0, 9.0, 9.0, 2.0, 9.0, 9.0, 9.0)]
+    assert said == [False, False, True, False, False, False, False]
+    resumed = LossRise()
+    resumed.stop()
+    resumed.add(torch.tensor(2.0))
+    assert [resumed.news(9.0) for _ in range(4)] == [""] * 4
+
+
 def nothing(*_, **__):
     """What a node does beside it at a report."""
 

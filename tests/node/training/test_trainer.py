@@ -566,7 +566,7 @@ def test_an_evaluation_leaves_the_random_numbers_of_training(monkeypatch):
     )
 
 
-def test_weights_that_were_averaged_in_part_are_of_no_whole_step(monkeypatch):
+def test_weights_averaged_in_part_are_of_no_whole_step(monkeypatch):
     """The fault: after an end that found no memory a half-applied mean was saved as whole."""
     made = Trainer(Noisy(), OuterSettings(method="none"), TrainSettings(steps=1, seed=1))
     monkeypatch.setattr(made.opt, "finish", Mock(side_effect=torch.OutOfMemoryError("none left")))

@@ -35,13 +35,13 @@ def member(peer, **changes):
     return member_of(peer, **{"name": name, "issued": 1.0, **changes})
 
 
-def diagnosed(everyone=dict):
-    """A diagnosis of a node that has the members that ``everyone`` returns in view, and its
-    clock.
+def diagnosed(everyone=dict, departed=dict):
+    """A diagnosis of a node that has the members that ``everyone`` returns in view, after those of
+    ``departed`` have left, and its clock.
     """
     clock = Clock()
     directory = SimpleNamespace(
-        members=everyone, everyone=everyone, departed=dict, belongs=lambda peer: True
+        members=everyone, everyone=everyone, departed=departed, belongs=lambda peer: True
     )
     return Diagnosis(ExchangeStats(), directory, ME, clock), clock
 
@@ -130,7 +130,8 @@ def alone():
     no partner.
     """
     members, number = {BERT: member(BERT, model=MODEL)}, itertools.count()
-    diagnosis, _ = diagnosed(lambda: members)
+    departed = {}
+    diagnosis, _ = diagnosed(lambda: members, lambda: departed)
     stats = diagnosis.stats
 
     def exchange(
@@ -157,6 +158,8 @@ def alone():
     return SimpleNamespace(
         exchange=exchange,
         members=members,
+        departed=departed,
+        ended_alone=diagnosis.ended_alone,
         partnerless=lambda: diagnosis.faults()["partnerless"],
         errors=stats.errors,
         trained_alone=diagnosis.trained_alone,
@@ -220,6 +223,31 @@ def test_rounds_without_others_end_alone(alone, kind, there, alone_in_the_end):
     assert alone.trained_alone(1) == ""
     alone.exchange(kind=kind)
     assert bool(alone.trained_alone(1)) == alone_in_the_end
+
+
+def test_who_is_left_alone_at_the_end_learns_why(alone):
+    """The fault: others had ended, and a late member was to give them the link; that its model is
+    another than theirs nobody said. Mutants: one round alone at the end is worth a sentence; so are
+    rounds without anybody ever.
+    """
+    alone.departed[BERT] = alone.members.pop(BERT).model_copy(update={"finished": True})
+    alone.exchange()
+    assert alone.ended_alone(1) == ""
+    alone.exchange(BERT)
+    said = [alone.exchange() for _ in range(ALONE_ROUNDS)]
+    assert said == [
+        [],
+        [],
+        [
+            "3 rounds in a row had no partner (all others have come to their end), and training "
+            "goes on without; `shoal pull LINK` fetches their model while any of them serves"
+        ],
+    ]
+    assert (
+        alone.ended_alone(1)
+        == "the last 3 rounds had no partner, so this node ends with a model of its own"
+    )
+    assert alone.ended_alone(2) == ""
 
 
 def test_partnerless_rounds_are_said_once(alone):

@@ -375,6 +375,21 @@ def test_missing_member_gets_a_second_try(world):
     assert world.last.report.missing == ()
 
 
+def test_who_was_waited_for_in_vain_is_named(world):
+    """The fault: "one model of 2 members" of a swarm of three, whose third came to its end later
+    and with another model.
+    """
+    world.set(BERT, step=100, finished=True)
+    world.set(CARL, step=99, steps_per_s=1.0)
+    world.last.begin(100)
+    world.now = LONGEST_WAIT_S + 1
+    assert world.last.enough((ME, BERT))
+    assert world.last.report.missing == ("carl",)
+    assert world.last.report.said() == (
+        "one model of 2 members (anna, bert); without carl, who did not come in time"
+    )
+
+
 def test_a_node_alone_at_its_end_says_so(world):
     world.last.begin(100)
     assert world.last.enough(())

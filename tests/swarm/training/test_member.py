@@ -39,6 +39,7 @@ def world():
     calls, traffic, waits = [], SimpleNamespace(sent=100, received=50, rate=lambda: None), []
     peers = Recorder("directory", calls)
     peers.members = peers.everyone = lambda: members
+    peers.departed = dict
     peers.own_record = SimpleNamespace(link=lambda: LINK)
     diagnosis = Diagnosis(stats := ExchangeStats(), peers, "anna")
     faults = {}
