@@ -253,8 +253,15 @@ class Trainer:
             self.opt.finish(average=self.outer.finish == "average" and not self.outer.alone)
         else:
             checked = self.outer.check_loss and self.layout.ranks == 1
-            self.final.run(self.opt, self._held_out_loss, checked=checked)
+            self.final.run(self.opt, self._loss_at_the_end, checked=checked)
         self.stepping = False
+
+    def _loss_at_the_end(self) -> float | None:
+        """Return the held-out loss between two averages, where the weights are whole."""
+        self.stepping = False
+        loss = self._held_out_loss()
+        self.stepping = True
+        return loss
 
     def step(self) -> None:
         """Take one inner step, and the outer step if it is due.

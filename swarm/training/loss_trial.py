@@ -82,6 +82,7 @@ class LossTrial:
         """Contributions that count untried from now on."""
         self._untried = 0
         """How many they were after the last trial."""
+        self._have_batches_ended = False
 
     @torch.no_grad()
     def __call__(
@@ -128,6 +129,7 @@ class LossTrial:
             other = self._weights(places, theirs, tail)
             batches = list(islice(self._batches, TRIAL_BATCHES))
             if not batches:
+                self._tell_that_batches_ended()
                 return None
             mean = [(a + b) / 2 for a, b in zip(mine, other, strict=True)]
             losses = []
@@ -148,6 +150,14 @@ class LossTrial:
             "(outer.check_loss): give the task smaller batches, or make the swarm without "
             "check_loss"
         )
+
+    def _tell_that_batches_ended(self) -> None:
+        if not self._have_batches_ended:
+            self._have_batches_ended = True
+            self._log(
+                "there are no more batches to try partners' weights with: they count untried from "
+                "now on (outer.check_loss): have the task's batches(shard) go on without end"
+            )
 
     def _copy(self, weights: Mapping[int, Tensor]) -> None:
         for place, tensor in weights.items():

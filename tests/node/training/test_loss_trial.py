@@ -295,14 +295,12 @@ def test_averaged_buffers_are_no_pseudo_gradients():
     assert found(0, own, theirs) == (4.0, 9.0, 16.0)
 
 
-def test_without_batches_nothing_is_tried():
-    model = Line().model()
-    assert (
-        LossTrial(Line().loss, iter([]), model, around(model), print)(
-            0, weights(1, 0), weights(1, 0)
-        )
-        is None
-    )
+def test_without_batches_nothing_is_tried_which_is_said_once():
+    model, said = Line().model(), []
+    tried = LossTrial(Line().loss, iter([]), model, around(model), said.append)
+    assert [tried(0, weights(1, 0), weights(1, 0)) for _ in range(3)] == [None] * 3
+    (sentence,) = said
+    assert "they count untried from now on (outer.check_loss)" in sentence
 
 
 class Choosy(Line):
