@@ -40,6 +40,7 @@ from bench._table.results import HEADS, cells, rows
 from bench._table.text import TextError, corpus
 from bench._table.train import ADAMW, SIZES, UNEVEN, UNLIKE, Place, Spec, run
 from bench.quality import Runner, TimeUp, number, numbers
+from shoal.node.plan.advice import AVERAGED_BACK, LR_OF_SEVERAL
 
 RESULTS = Path(__file__).resolve().parent / "results" / "default.jsonl"
 TABLE = RESULTS.with_name("table.jsonl")
@@ -48,6 +49,8 @@ BASE_PEERS = 4
 """Of all-reduce, whose loss does not follow from their number."""
 DATA = ("alike", UNLIKE, UNEVEN)
 STEERED = (("lr", 1.0), ("momentum", 0.3))
+STEERED_SEVERAL = (("lr", LR_OF_SEVERAL), ("momentum", 0.3))
+"""From ``AVERAGED_BACK`` peers on, with averages back in 4 bits: the default."""
 
 
 class Row(NamedTuple):
@@ -100,6 +103,8 @@ def specs(
             yield spec(ALL_REDUCE, text, model, BASE_PEERS, steps, seed, adamw)
             for count in peers:
                 for row in ROWS:
+                    if count >= AVERAGED_BACK and row.codec == BACK[2]:
+                        row = row._replace(outer=STEERED_SEVERAL)
                     if kind == UNEVEN:  # the slow ones make half as many steps
                         row = row._replace(every=row.every // 2 * 2)
                     yield spec(row, text, model, count, steps, seed, adamw)

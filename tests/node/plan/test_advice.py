@@ -273,7 +273,10 @@ def test_page_and_plan_advise_the_same():
     (_, streaming, _), _ = recommended(Situation(8))
     shared = f"--codec {group.codec} --every {group.every} {rate}"
     assert f"2 to 4 peers | streaming in one bit | `--method streaming {shared}`" in page
-    assert f"the same and `--set outer.codec_back={streaming.codec_back}`" in page
+    assert (
+        f"`--method streaming --codec sign+ef --every 16 --set outer.lr={streaming.lr} --set "
+        f"outer.momentum={streaming.momentum} --set outer.codec_back={streaming.codec_back}`"
+    ) in page
     assert f"| `--method noloco --codec {PAIRS.codec} --every {PAIRS.every}` |" in page
     row, _ = advise(Situation(3), Line(6.25e6, 0.05), ModelTensors.of_count(10**8), step_s=1.0)
     found = row.forecast

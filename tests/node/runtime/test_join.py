@@ -150,8 +150,8 @@ FEW = {"method": "streaming", "codec": "sign+ef", "every": 16, "lr": 1.0, "momen
     [
         ({"swarm.start_when": 2}, FEW),
         ({"swarm.start_when": 4}, FEW),
-        ({"swarm.start_when": 5}, FEW | {"codec_back": "e3m0+ef"}),
-        ({"swarm.start_when": 16}, FEW | {"codec_back": "e3m0+ef"}),
+        ({"swarm.start_when": 5}, FEW | {"codec_back": "e3m0+ef", "lr": 1.4}),
+        ({"swarm.start_when": 16}, FEW | {"codec_back": "e3m0+ef", "lr": 1.4}),
         ({"swarm.start_when": 17}, {}),
         ({"swarm.start_when": 1}, {}),
         ({"swarm.start_when": 4, "swarm.bucket": 4}, {}),
