@@ -32,6 +32,7 @@ from shoal.swarm.figures import amount
 
 RECORD = Path(__file__).resolve().parents[3] / "bench" / "results" / "table.jsonl"
 BACK_RECORD = RECORD.with_name("averages_back.jsonl")
+DEFAULT_RECORD = RECORD.with_name("default.jsonl")
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "methods.md"
 TEXT = "fad092407cf29b26"
 MODEL = ModelTensors.of_count(10_000_000)
@@ -231,6 +232,18 @@ def test_the_reasons_are_what_was_measured():
     assert f"pairs {pairs} %" in FEW
     assert f"{waiting_8} % above" in SEVERAL
     assert f"pairs {pairs_8} %" in SEVERAL
+    (_, several, _), _ = recommended(Situation(8))
+    streaming_8 = {}
+    for line in DEFAULT_RECORD.read_text(encoding="utf-8").splitlines():
+        run = json.loads(line)
+        place = (run["text"], run["model"], run["method"], run["peers"], run["steps"])
+        if place == (TEXT, "mini", "streaming", 8, 3200) and run["outer"] == {
+            "lr": several.lr,
+            "momentum": several.momentum,
+        }:
+            streaming_8[run["seed"]] = run["loss"]
+    said = f"streaming {above(streaming_8, base):.1f} % ({len(streaming_8)} seeds)"
+    assert said in SEVERAL
 
 
 def test_help_states_when_machines_are_uneven():
