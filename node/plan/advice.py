@@ -126,8 +126,7 @@ def averages_as_chosen(outer: OuterSettings, peers: int) -> str:
     """Return what its creator is told of a swarm that lacks the `usual` settings only because
     others than the method are set.
     """
-    chosen = sorted(outer.model_fields_set)
-    names = " and ".join(filter(None, (", ".join(chosen[:-1]), chosen[-1])))
+    names = " and ".join(sorted(outer.model_fields_set))
     return (
         f"this swarm averages in pairs, because [outer] sets {names}: with nothing set there, its "
         f"{peers} peers would average over everyone (streaming, in one bit), which ends with a "

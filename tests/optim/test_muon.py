@@ -137,9 +137,8 @@ def test_torchs_muon_is_that_of_the_papers_with_either_scale(monkeypatch, adjust
 
 def test_hooks_run_once_and_a_closure_keeps_its_types():
     """Only the iteration is in float32, and whoever hooks into a step is called once."""
-    torch.optim.Muon(
-        [nn.Parameter(torch.zeros(2, 2))]
-    )  # its class's step has a wrapper from now on
+    # From now on the step of torch's class has a wrapper.
+    torch.optim.Muon([nn.Parameter(torch.zeros(2, 2))])
     weight = nn.Parameter(torch.eye(3))
     inner, called = Float32Muon([weight]), []
     inner.register_step_pre_hook(lambda *_: called.append("before"))

@@ -43,8 +43,21 @@ def trial(model, opt, log=print):
     return LossTrial(Line().loss, Line().batches(SHARD), model, opt, log)
 
 
-def around(model, **options):
+def around(model, /, **options):
     return NoLoCo(torch.optim.SGD(model.parameters(), lr=0.1), Alone(), every=2, lag=0, **options)
+
+
+def trainer_of(model, task, check_loss=True, ranks=1):
+    """What ``try_partners`` needs of a trainer."""
+    return SimpleNamespace(
+        outer=SimpleNamespace(check_loss=check_loss),
+        task=task,
+        layout=SimpleNamespace(ranks=ranks),
+        model=model,
+        whole=around(model),
+        shard=SHARD,
+        inner_step=SimpleNamespace(autocast=nullcontext, device=torch.device("cpu")),
+    )
 
 
 def weights(weight, bias):
@@ -205,16 +218,7 @@ def test_trial_needs_a_request_and_the_means(asked, draws, ranks, tries, said):
     model, lines, screen = Line().model(), [], DistanceScreen()
     task = Line()
     task.draws_with_model = draws
-    trainer = SimpleNamespace(
-        outer=SimpleNamespace(check_loss=asked),
-        task=task,
-        layout=SimpleNamespace(ranks=ranks),
-        model=model,
-        whole=around(model),
-        shard=SHARD,
-        inner_step=SimpleNamespace(autocast=nullcontext, device=torch.device("cpu")),
-    )
-    try_partners(trainer, screen, lines.append)
+    try_partners(trainer_of(model, task, asked, ranks), screen, lines.append)
     assert (screen.loss_check is not None, len(lines)) == (tries, said)
 
 
@@ -228,16 +232,7 @@ def test_trials_go_on_after_a_batch_that_found_no_memory(monkeypatch):
         return batch
 
     monkeypatch.setattr(join, "to_device", move)
-    trainer = SimpleNamespace(
-        outer=SimpleNamespace(check_loss=True),
-        task=Line(),
-        layout=SimpleNamespace(ranks=1),
-        model=model,
-        whole=around(model),
-        shard=SHARD,
-        inner_step=SimpleNamespace(autocast=nullcontext, device=torch.device("cpu")),
-    )
-    try_partners(trainer, screen, print)
+    try_partners(trainer_of(model, Line()), screen, print)
     found = [screen.loss_check._losses(0, weights(1, 0), weights(3, 0)) for _ in range(3)]
     assert found == [None, None, (1.0, 4.0, 9.0)]
 
@@ -257,14 +252,7 @@ class Normed(nn.Module):
 def test_a_trial_has_the_running_statistics_of_the_model():
     """The fault: they were those before the first step, and zeroed weights looked better."""
     model = Normed()
-    opt = NoLoCo(
-        torch.optim.SGD(model.parameters(), lr=0.0),
-        Alone(),
-        every=2,
-        model=model,
-        buffers="average",
-        fragments=[model],
-    )
+    opt = around(model, model=model, buffers="average", fragments=[model])
     found = LossTrial(
         lambda m, batch: m(batch).square().mean(), Line().batches(SHARD), model, opt, print
     )
@@ -278,14 +266,7 @@ def test_a_trial_has_the_running_statistics_of_the_model():
 def test_averaged_buffers_are_no_pseudo_gradients():
     """A fragment of a batch norm alone sends weight and bias, and then as many buffers."""
     model = Normed()
-    opt = NoLoCo(
-        torch.optim.SGD(model.parameters(), lr=0.0),
-        Alone(),
-        every=2,
-        model=model,
-        buffers="average",
-        fragments=[model.norm, model.line],
-    )
+    opt = around(model, model=model, buffers="average", fragments=[model.norm, model.line])
     assert opt.buffer_count == 2
     found = LossTrial(
         lambda m, batch: m.norm.bias.square(), Line().batches(SHARD), model, opt, print
