@@ -47,6 +47,7 @@ def work(
     if method == "ddp" or method in TORCHFT:
         costs = Costs(
             round_trips=peers - 1,
+            window=math.inf,
             handling=0,
             at_hand=0 if method == "ddp" else AT_HAND,
             paced=1,

@@ -14,10 +14,11 @@ from bisect import bisect_left
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
-ROUND_TRIPS, PAIR_ROUND_TRIPS = (
-    6.5,
-    5.0,
-)  # of a group, and of a pair, whose partners are agreed beforehand; both keep their streams
+# of a group, and of a pair, whose partners are agreed beforehand; both keep their streams
+ROUND_TRIPS, PAIR_ROUND_TRIPS = 2.5, 1.0
+# bytes that a connection carries in the first round trip after a pause, and twice as many in each
+# further one
+WINDOW = 350_000
 # seconds a byte that is sent: encryption, digests, copies, the mean, and what pacing leaves of a
 # fast link
 HANDLING = 3e-8
@@ -25,8 +26,8 @@ PACED = 0.8  # of a slow link, that bulk takes which is paced
 # of a link, that a round of pairs in fragments takes at most: their partners are as busy with
 # others
 PAIRED = 0.67
-# times what the exchange of a fragment takes alone, after which the latest of a round, which share
-# the link, is there
+# times what the bytes of a fragment take alone, after which the latest of a round, which share the
+# link, is there
 LATE = 1.35
 AT_HAND = 1e-9  # seconds a byte of float32 weights, in the training thread
 LOOP = 0.002  # of the computing time: what the loop costs a node without any exchange
@@ -62,6 +63,7 @@ class Costs(NamedTuple):
     """
 
     round_trips: float = ROUND_TRIPS
+    window: float = WINDOW
     handling: float = HANDLING
     at_hand: float = AT_HAND
     paced: float = PACED
@@ -187,12 +189,25 @@ def times_fewer(work: Work, params: int) -> float | None:
 
 def exchange_s(work: Work, line: Line) -> float:
     """Return the seconds from sending one fragment to its mean."""
+    return _moving_s(work, line) + _travelling_s(work, line)
+
+
+def _moving_s(work: Work, line: Line) -> float:
+    """Return the seconds that the bytes of one fragment take of the link and of the processor."""
     each, costs = sent(work) / work.fragments, work.costs
-    moving = max(each / (costs.paced * line.rate), each / line.rate + each * costs.handling)
-    round_trips = (
-        min(costs.round_trips, PAIR_ROUND_TRIPS) if work.group == "pair" else costs.round_trips
-    )
-    return moving + round_trips * line.round_trip if each else 0.0
+    return max(each / (costs.paced * line.rate), each / line.rate + each * costs.handling)
+
+
+def _travelling_s(work: Work, line: Line) -> float:
+    """Return the seconds that the exchange of one fragment takes on a link of any rate."""
+    each, costs = sent(work) / work.fragments, work.costs
+    if not each:
+        return 0.0
+    round_trips = costs.round_trips
+    if work.group == "pair":
+        round_trips = min(round_trips, PAIR_ROUND_TRIPS)
+    in_flight = min(each, line.rate * line.round_trip)  # once the connection has grown
+    return (round_trips + math.log2(1 + in_flight / costs.window)) * line.round_trip
 
 
 def expected_lag(work: Work, line: Line) -> int:
@@ -209,11 +224,12 @@ def expected_lag(work: Work, line: Line) -> int:
 
 def waiting_s(work: Work, line: Line) -> float:
     """Return the seconds of a round in which training waits for means."""
-    takes, lag, several = exchange_s(work, line), expected_lag(work, line), work.fragments > 1
+    lag, several = expected_lag(work, line), work.fragments > 1
     if lag < work.every:
-        late = work.fragments * max(takes - lag * work.step_s, 0.0)
+        late = work.fragments * max(exchange_s(work, line) - lag * work.step_s, 0.0)
     else:  # what is waited for one exchange is not waited for the next
-        late = takes * (LATE if several else 1.0) - work.computing_s
+        moving = _moving_s(work, line) * (LATE if several else 1.0)
+        late = moving + _travelling_s(work, line) - work.computing_s
     share = PAIRED if work.group == "pair" and several else work.costs.paced
     return max(late, sent(work) / (share * line.rate) - work.computing_s, 0.0)
 

@@ -65,11 +65,7 @@ def test_the_formula_agrees_with_what_was_measured(done, over, measured, loaded)
     full = forecast(done, over).filled > BUSY
     bound = 0.15 if short or slower else 0.05 if full else 0.03
     found = forecast(done, over).utilisation
-    # Streams of small fragments need half of the round trips that are counted for large ones: where
-    # these are longer than a round it says too little.
-    far = done.lag == "auto" and exchange_s(done, over) > done.every * done.step_s and not full
-    assert found <= measured + bound
-    assert far or found >= measured - bound
+    assert found == pytest.approx(measured, abs=bound)
 
 
 @pytest.mark.parametrize(
@@ -136,14 +132,23 @@ def test_averages_that_come_back_encoded_cost_a_share_each_way(peers, sent_bytes
 def test_seconds_of_an_exchange_are_bytes_round_trips_and_handling():
     each = cost.WIRE * 4 * PARAMS
     assert exchange_s(PAIR, FAST) == pytest.approx(each / 12.5e6 + each * cost.HANDLING)
+    growing = math.log2(1 + 1.25e6 / cost.WINDOW)  # to what is under way in 0.1 s at 12.5 MB/s
     assert exchange_s(PAIR, Line(12.5e6, 0.1)) == pytest.approx(
-        exchange_s(PAIR, FAST) + 0.1 * cost.PAIR_ROUND_TRIPS
+        exchange_s(PAIR, FAST) + 0.1 * (cost.PAIR_ROUND_TRIPS + growing)
     )
     assert exchange_s(ALL, Line(12.5e6, 0.1)) == pytest.approx(
-        exchange_s(ALL, FAST) + 0.1 * cost.ROUND_TRIPS
+        exchange_s(ALL, FAST) + 0.1 * (cost.ROUND_TRIPS + growing)
     )
     assert exchange_s(replace(PAIR, fragments=4), FAST) == pytest.approx(exchange_s(PAIR, FAST) / 4)
     assert exchange_s(replace(PAIR, group="nobody"), FAST) == 0
+
+
+@pytest.mark.parametrize(("mb", "round_trips"), [(0.33, 3.4), (1, 3.9), (4, 7.1)])
+def test_small_exchanges_take_fewer_round_trips(mb, round_trips):
+    """What groups took at 200 ms (docs/benchmarks.md), within one of them."""
+    wide = Line(1e12, 0.4)
+    task = replace(ALL, nbytes=round(mb * 1e6), costs=cost.Costs(handling=0))
+    assert exchange_s(task, wide) / 0.4 == pytest.approx(round_trips, abs=1)
 
 
 def test_paced_bulk_leaves_a_part_of_a_slow_link_unused():
@@ -160,7 +165,8 @@ def test_longest_lag_waits_for_the_latest_once():
     done = replace(PAIR, fragments=4, lag="auto")
     takes = exchange_s(done, far)
     assert takes > 10
-    assert cost.waiting_s(done, far) == pytest.approx(cost.LATE * takes - 10)
+    moving = cost.WIRE * PARAMS * (1 / 12.5e6 + cost.HANDLING)
+    assert cost.waiting_s(done, far) == pytest.approx(takes + (cost.LATE - 1) * moving - 10)
     assert cost.waiting_s(replace(done, lag=99), far) == pytest.approx(4 * (takes - 9.9))
 
 
@@ -191,9 +197,9 @@ def test_lag_hides_waiting_up_to_its_length():
 def test_automatic_lag_has_a_margin():
     """The automatic lag has a margin and ends at a round."""
     four = replace(PAIR, fragments=4, lag="auto")
-    arrival = math.ceil(exchange_s(four, Line(12.5e6, 0.1)) / 0.1)
+    arrival = math.ceil(exchange_s(four, Line(12.5e6, 0.2)) / 0.1)
     assert arrival >= 16
-    assert expected_lag(four, Line(12.5e6, 0.1)) == arrival + arrival // 8
+    assert expected_lag(four, Line(12.5e6, 0.2)) == arrival + arrival // 8
     assert expected_lag(replace(four, step_s=0.6), FAST) == 2
     assert expected_lag(replace(four, step_s=60.0), FAST) == 1
     assert expected_lag(four, Line(1e4, 0.0)) == 100
