@@ -192,8 +192,8 @@ def await_others(
     if host.entry() or len(directory.members()) > 1:
         return
     log(
-        f"nobody of this swarm answers: trying the link and {len(host.known())} addresses of known "
-        f"peers for {AWAIT_S:g} s"
+        f"nobody of this swarm answers: looking for its peers for {AWAIT_S:g} s, at "
+        f"{len(host.known())} addresses where they were"
     )
     if not directory.wait_for(2, AWAIT_S, should_stop) and not should_stop():
         log(

@@ -341,14 +341,24 @@ class TrainingNode:
         with self._activity.doing("averaging with all members", bounded=True), still:
             yield
 
+    def _meets_others(self) -> bool:
+        """Return False if this node has just created the swarm, so that nobody else can be in it.
+
+        Whoever returns may find that others went on, its creator too.
+        """
+        saved = self._saved
+        returns = saved is not None and saved.swarm == self.membership.swarm
+        return returns or self.options.link is not None
+
     def _own_run(self) -> SavedRun | None:
         """Read the directory, and learn what was changed; return the checkpoint if it is of this
         swarm.
         """
-        if self.options.link is not None:
-            self.membership.directory.refresh(10.0)
         own = resume.own_run(self._saved, self.membership.swarm, self.settings.node)
-        if self.options.link is not None and own is not None:
+        if self._meets_others():
+            self.membership.directory.refresh(10.0)
+        # Who created the swarm and met nobody has nobody to wait for.
+        if own is not None and (self.options.link is not None or self.membership.host.known()):
             await_others(self.membership, self.display.message, self._stopping)
         if own is not None and own.change:
             self.membership.changes.take(own.change)
@@ -364,7 +374,7 @@ class TrainingNode:
         asked = self.settings.node.shard
         if own is not None and asked is None:
             return own.shard, None
-        if self.options.link is not None:
+        if self._meets_others():
             with suppress(NetworkError):  # it was read when this node came
                 directory.refresh(10.0)
         members = directory.members()
@@ -399,9 +409,8 @@ class TrainingNode:
         """
         # A node that shares rollouts and no weights may have another model, and starts from its own
         # weights.
-        if self.options.link is None or (
-            self.settings.task.hooks == RL and self.settings.outer.alone
-        ):
+        alone = self.settings.task.hooks == RL and self.settings.outer.alone
+        if alone or not self._meets_others():
             return None
 
         def watch(progress: FetchProgress) -> None:
@@ -497,7 +506,7 @@ class TrainingNode:
     def _train(self, arrival: Arrival) -> Result:
         result = self.result
         trainer = self.trainer
-        if self.options.link is not None:
+        if self._meets_others():
             self.membership.check_alone(self._stopping)
         self.options.shutdown.orderly(lambda: self._hurry(HURRY_S))
         self.member.announce("waiting")

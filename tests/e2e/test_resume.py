@@ -115,6 +115,31 @@ def test_returning_peer_takes_newer_weights(shoal, eventually, outer):
 
 
 @pytest.mark.slow(reason="starts of real nodes, one after another")
+def test_returning_creator_takes_newer_weights(shoal, eventually):
+    """The swarm went on without its creator, which has no link to come back by."""
+    first = up(shoal, "first", "--steps", 0)
+    second = join(shoal, first.line(), "second")
+    eventually(
+        lambda: saved(shoal, "first") and shoal.rounds("second"),
+        60,
+        "a checkpoint and a round of the other",
+    )
+    killed(first)
+    left = shoal.rounds("first")[-1]["round"]
+    eventually(lambda: shoal.rounds("second")[-1]["round"] > left + 10, 60, "rounds without it")
+    ahead, done = shoal.rounds("second")[-1]["round"], len(shoal.rounds("first"))
+    again = up(shoal, "first", "--steps", 0, "--resume")
+    eventually(
+        lambda: any(event["partner"] for event in shoal.rounds("first")[done:]),
+        60,
+        "a round together",
+    )
+    assert "took over the swarm's weights at round" in again.said()
+    assert shoal.rounds("first")[done]["round"] > ahead
+    shoal.interrupt(again, second)
+
+
+@pytest.mark.slow(reason="starts of real nodes, one after another")
 @pytest.mark.parametrize("lag", ["auto", 0])
 def test_a_peer_whose_checkpoint_is_newer_keeps_its_own_weights(shoal, eventually, lag):
     """The swarm's creator is killed and returns from an older checkpoint than the other one has."""
