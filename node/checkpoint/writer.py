@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -170,29 +169,30 @@ class CheckpointWriter:
                 )
 
     def last(self, step: int, patience_s: float = PATIENCE_S) -> str | None:
-        """Save the end of the run and wait ``patience_s`` and 50 s for each GB; return one sentence
-        why that failed, or None.
+        """Save the end of the run; return one sentence why that failed, or None.
+
+        It waits ``patience_s`` and 50 s for each GB, and first as long for a save under way.
         """
-        end = time.monotonic() + patience_s
-        self._wait(end)
+        self._wait(patience_s)
         current = self._current
         if current is None or not current.is_running:
             self._report(said=True)  # what follows says how saving ended
             current = self._begin(step, last=True)
-            self._wait(end + self._size / SLOWEST_BYTES_PER_S)
+            self._wait(patience_s)
         if current.is_running:
             current.give_up()
+            older = "the newest older one is whole" if listed(self._folder) else "there is no other"
             return (
                 f"The last checkpoint was not saved to {str(self._folder)!r} in time: the disk is "
-                "too slow or hangs; the newest of the older checkpoints is whole."
+                f"too slow or hangs; {older}."
             )
         failure = current.failure
         self._report(said=failure is not None)
         return None if failure is None else str(failure)
 
-    def _wait(self, end: float) -> None:
+    def _wait(self, patience_s: float) -> None:
         if self._current is not None:
-            self._current.join(end - time.monotonic())
+            self._current.join(patience_s + self._size / SLOWEST_BYTES_PER_S)
 
     def _begin(
         self, step: int, packed: Packed | None = None, *, last: bool = False

@@ -35,8 +35,8 @@ def options_for_manifest(hooks: str, options: Mapping[str, Option]) -> dict[str,
 def options_of_member(
     hooks: str, swarms: Mapping[str, Option], own: Mapping[str, Option]
 ) -> dict[str, Option]:
-    """Return the options of a joining node: the swarm's, for text with ``own`` data and copy of the
-    tokenizer where it names them.
+    """Return the options of a joining node: the swarm's, with ``own`` data where the swarm names
+    none; for text with ``own`` data and copy of the tokenizer where it names them.
 
     Raises DataError: the swarm names a path; or it trains on bytes, and this node was given a
     tokenizer.
@@ -49,6 +49,8 @@ def options_of_member(
     if isinstance(tokenizer, str) and is_path(tokenizer.strip()):
         raise _names_path(tokenizer)
     if hooks != TEXT:
+        if DATA in own:
+            options.setdefault(DATA, own[DATA])
         return options
     if TOKENIZER in own and own[TOKENIZER] != BYTES and options.get(TOKENIZER, BYTES) == BYTES:
         raise DataError(

@@ -26,7 +26,6 @@ from shoal.swarm.changes import open_change, settings_at
 from shoal.swarm.errors import MessageError
 from shoal.swarm.exchange.contribution import float32_digest
 from shoal.swarm.manifest import PROTOCOL, Manifest, open_manifest
-from shoal.swarm.settings.outer import OuterSettings
 from shoal.swarm.state.snapshot import State
 
 ROUNDS = "rounds"
@@ -145,21 +144,6 @@ def check_same_protocol(saved: SavedRun) -> None:
             f"of shoal {PROTOCOL}: pass --resume-from {saved.path} in place of --resume to begin a "
             "new swarm from it."
         )
-
-
-def check_same_outer(asked: OuterSettings, saved: SavedRun) -> None:
-    """Raise CheckpointError if the user asks for other outer settings than the swarm has: those of
-    a swarm never change.
-    """
-    for name in sorted(asked.model_fields_set):
-        wanted = getattr(asked, name)
-        fixed = getattr(saved.manifest.outer, name)
-        if wanted is not None and wanted != fixed:
-            raise CheckpointError(
-                f"The swarm of the checkpoint has outer.{name}={fixed}, and a swarm's settings are "
-                f"fixed: leave {name} out, or pass --resume-from {saved.path} in place of --resume "
-                f"to begin a new swarm from it with outer.{name}={wanted}."
-            )
 
 
 def own_run(saved: SavedRun | None, swarm: str, node: NodeSettings) -> SavedRun | None:

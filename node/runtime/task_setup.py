@@ -17,7 +17,14 @@ from shoal.node.config.rl_settings import RLSettings
 from shoal.node.config.setting_types import spec_label
 from shoal.node.config.settings import ConfigError, Settings
 from shoal.node.config.swarm_settings import SwarmSettings, TaskSettings
-from shoal.node.data.task_options import DATA, DIGEST, TEXT, TOKENIZER, options_of_member
+from shoal.node.data.task_options import (
+    DATA,
+    DIGEST,
+    TEXT,
+    TOKENIZER,
+    options_for_manifest,
+    options_of_member,
+)
 from shoal.node.home import expanded
 from shoal.node.task import Task
 from shoal.node.tasks.loader import BUILT_IN, load_task
@@ -285,10 +292,14 @@ def check_not_fixed(settings: Settings, manifest: Manifest) -> None:
     ``manifest`` fixes.
     """
     outer = settings.outer
-    asked = settings.outer.resolved()
-    differ = _differing(
-        "outer", outer, manifest.outer, lambda name, fixed: getattr(asked, name) == fixed
-    )
+    # What a new swarm would have made of them.
+    asked = (outer.guarded() if manifest.public else outer).resolved()
+
+    def became(name: str, fixed: Any) -> bool:
+        wanted = getattr(asked, name)
+        return wanted == fixed or (name == "fragments" and wanted > fixed)  # of few layers fewer
+
+    differ = _differing("outer", outer, manifest.outer, became)
     differ += _differing("swarm", settings.swarm, manifest)
     # Each node decides for itself how many steps it takes.
     differ += _differing(
@@ -305,7 +316,7 @@ def check_not_fixed(settings: Settings, manifest: Manifest) -> None:
             lambda name, fixed: name == "policy" or not getattr(settings.rl, name),
         )
     text = manifest.task == TEXT
-    for name, wanted in settings.task.options.items():
+    for name, wanted in options_for_manifest(settings.task.hooks, settings.task.options).items():
         fixed = manifest.task_options.get(name)
         if wanted != fixed and not (text and name in LOCAL_OPTIONS):
             differ.append((f"task.options.{name}", wanted, fixed))

@@ -205,7 +205,6 @@ class TrainingNode:
         settings = self.settings
         if saved is not None and settings.node.resume:
             resume.check_same_protocol(saved)
-            resume.check_same_outer(settings.outer, saved)
             self._enter(saved.manifest)
             sealed = saved.sealed
         else:

@@ -172,7 +172,7 @@ def test_other_method_needs_to_be_stated(shoal, eventually):
     """A checkpoint goes on in a swarm of another method only if that is said."""
     first = up(shoal, "first", "--method", "diloco", "--steps", 4 * EVERY, "--json").json()
     said = up(shoal, "first", "--method", "noloco", "--resume", "--steps", 8 * EVERY).error()
-    assert "outer.method=diloco, and a swarm's settings are fixed" in said
+    assert "The swarm has outer.method='diloco', and this node was given outer.method='n" in said
     assert "--resume-from" in said
 
     creator = up(

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from errno import EFBIG, ENOSPC
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +17,7 @@ import pytest
 import torch
 
 from shoal.node.checkpoint import store as checkpoint
+from shoal.node.checkpoint import writer as checkpoint_writer
 from shoal.node.checkpoint.folder import CheckpointError, lock, steps
 from shoal.node.checkpoint.packing import pack
 from shoal.node.checkpoint.snapshots import Snapshots
@@ -63,7 +63,7 @@ class Training:
         self.saver.turn(self.step)
 
     def written(self):
-        self.saver._wait(time.monotonic() + LONG)
+        self.saver._wait(LONG)
         assert not self.saver.busy
 
 
@@ -125,12 +125,27 @@ def test_last_save_waits_for_the_one_before(tmp_path):
     assert check(tmp_path) == 9
 
 
+def test_the_save_before_has_time_for_its_bytes(tmp_path, monkeypatch):
+    """A large one takes longer than the patience that comes on top."""
+    disk, run = held_up(tmp_path)
+    monkeypatch.setattr(checkpoint_writer, "SLOWEST_BYTES_PER_S", 1.0)
+    timer = threading.Timer(0.1, disk.free.set)
+    timer.start()
+    assert run.saver.last(1, patience_s=0.0) is None
+    timer.join()
+    assert check(tmp_path) == 1
+
+
 def test_hanging_disk_does_not_block_the_end(tmp_path):
     """A disk that hangs does not hold up the end for ever."""
     disk = Disk()
     run = Training(tmp_path, at=disk)
     run.train()
-    assert "was not saved" in run.saver.last(1, patience_s=0.0)
+    said = run.saver.last(1, patience_s=0.0)
+    assert said.endswith(
+        "was not saved to " + repr(str(tmp_path)) + " in time: the disk is too "
+        "slow or hangs; there is no other."
+    )
     disk.free.set()
     run.written()
     assert steps(tmp_path) == []  # the state may have changed since

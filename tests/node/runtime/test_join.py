@@ -13,6 +13,7 @@ from shoal.node.cli.options import overrides
 from shoal.node.config.setting_types import spec_label
 from shoal.node.config.settings import ConfigError, load
 from shoal.node.config.train_settings import OwnTraining, TrainTable
+from shoal.node.data.task_options import options_of_member
 from shoal.node.demo.run_nodes import settings_toml
 from shoal.node.plan.advice import averages_as_chosen
 from shoal.node.runtime import task_setup, training_node
@@ -24,7 +25,13 @@ from shoal.node.runtime.join import (
     with_own_lag,
 )
 from shoal.node.runtime.result import Setup
-from shoal.node.runtime.task_setup import check_size, continued, enter, swarm_settings
+from shoal.node.runtime.task_setup import (
+    check_not_fixed,
+    check_size,
+    continued,
+    enter,
+    swarm_settings,
+)
 from shoal.node.runtime.training_node import TrainingNode
 from shoal.node.task import Shard
 from shoal.node.tasks.gpt import GPT, sized
@@ -295,6 +302,41 @@ def test_fixed_settings_are_refused_unless_equal(key, wanted, had):
         )
         same = 32 if table == "task.options" else had_value
         assert swarm_settings(load(None, {key: same}), theirs)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"outer.method": "streaming", "outer.fragments": 4},
+        {
+            "outer.method": "diloco",
+            "outer.codec": "sign+ef",
+            "outer.codec_back": "e3m0+ef",
+            "swarm.public": True,
+        },
+        {"outer.method": "none", "outer.weights": "tokens"},
+        {"task.options": {"data": "./folder", "width": 8}},
+    ],
+    ids=lambda asked: next(iter(asked)),
+)
+def test_what_a_creator_asked_for_fits_its_own_swarm(asked):
+    """It resumes by the same command, whatever was made of its settings."""
+    settings = load(None, {"task.hooks": "a/task.py:Mine"} | asked)
+    sealed = new_manifest(for_new_swarm(settings), ME, "0" * 64, fragments=3)
+    check_not_fixed(settings, open_manifest(sealed))
+
+
+def test_fewer_fragments_than_the_swarms_are_refused():
+    asked = {"outer.method": "streaming", "outer.fragments": 2}
+    with pytest.raises(ConfigError, match=r"has outer\.fragments=3, .*given outer\.fragments=2"):
+        check_not_fixed(load(None, asked), manifest(**asked | {"outer.fragments": 3}))
+
+
+@pytest.mark.parametrize("named", ["./mine", "file.txt"])
+def test_own_data_stand_in_where_the_swarm_names_none(named):
+    own = options_of_member("task.py:Mine", {"width": 8}, {"data": named})
+    assert own == {"width": 8, "data": named}
+    assert options_of_member("task.py:Mine", {"data": "wiki"}, {"data": named})["data"] == "wiki"
 
 
 def test_several_are_named_at_once():

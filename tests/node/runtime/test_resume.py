@@ -12,7 +12,6 @@ from shoal.node.runtime.join import for_new_swarm, new_manifest
 from shoal.node.runtime.resume import (
     SavedRun,
     begin_from,
-    check_same_outer,
     find,
     is_newer,
     restore,
@@ -24,7 +23,6 @@ from shoal.node.training.training_error import TrainingError
 from shoal.optim import METHODS, Alone, DiLoCo, NoLoCo
 from shoal.swarm.identity import Identity
 from shoal.swarm.manifest import open_manifest, swarm_id
-from shoal.swarm.settings.outer import OuterSettings
 from shoal.swarm.settings.training import TrainSettings
 from shoal.swarm.state.snapshot import State
 from tests.support.blocking import blocking
@@ -196,24 +194,6 @@ def test_which_checkpoint_is_meant(tmp_path, identity):
 def saved(identity, **overrides):
     sealed = new_manifest(load(None, overrides), identity, "0" * 64)
     return SavedRun("runs/a", swarm_id(sealed), sealed, open_manifest(sealed), {})
-
-
-def test_foreign_settings_are_refused_with_a_remedy(identity):
-    """Other settings than the swarms are refused with the way out."""
-    old = saved(identity, **{"outer.method": "diloco", "outer.every": 7})
-    for given in (
-        {},
-        {"method": "diloco"},
-        {"every": 7, "method": "diloco", "lr": 0.7, "codec": None},
-    ):
-        check_same_outer(OuterSettings(**given), old)
-    with pytest.raises(CheckpointError) as caught:
-        check_same_outer(OuterSettings(method="noloco"), old)
-    assert str(caught.value) == (
-        "The swarm of the checkpoint has outer.method=diloco, and a swarm's settings are fixed: "
-        "leave method out, or pass --resume-from runs/a in place of --resume to begin a new swarm "
-        "from it with outer.method=noloco."
-    )
 
 
 def test_new_swarm_takes_the_checkpoints_task(identity):
