@@ -50,7 +50,7 @@ from shoal.node.watch.swarm_view import SwarmView
 from shoal.swarm.access.address import address_problem
 from shoal.swarm.access.link import Link
 from shoal.swarm.changes import CHANGE_PROTOCOL, ChangeReply, ChangeRequest, open_change, rank_of
-from shoal.swarm.errors import MessageError, NetworkError
+from shoal.swarm.errors import MessageError, NetworkError, ShoalError
 from shoal.swarm.gossip import envelope
 from shoal.swarm.gossip.frames import GossipTopics, greet, receive_frame, split_frame, topic_of
 from shoal.swarm.identity import Identity
@@ -163,6 +163,7 @@ CHANGE_S = 10.0  # seconds between two questions for changes of the settings
 # seconds before a stream of gossip that ended is opened again, doubled with each failure
 LISTEN_AGAIN_S = 1.0
 LISTEN_AGAIN_MAX_S = 30.0
+DESCRIBED_S = 2.0  # seconds to learn what the swarm is like before statuses are taken
 RESTART_S = 1.0  # seconds before a daemon that ended is started again
 
 
@@ -188,8 +189,10 @@ class LightClient:
             self._book.learn(peer, (*self._book.addresses(peer), address))
         self._traffic = TrafficMeter()
         self._connected: set[str] = set()
+        self._listened_to: set[str] = set()
         self._dialling: set[str] = set()
         # Of the swarm, once it is described.
+        self._described = asyncio.Event()
         self._creator: str | None = None
         self._bootstrap = {address.rpartition("/p2p/")[2] for address in link.bootstrap}
         self._change_rank = rank_of(None, b"")
@@ -214,20 +217,30 @@ class LightClient:
             await asyncio.sleep(RESTART_S)
 
     async def _listen(self, daemon: Daemon, peer: str) -> None:
-        """Hear what a node passes on, for as long as it is connected.
+        """Hear what a node passes on, for as long as it is connected, by whichever connection.
 
         One that has just started has no gossip yet; a bootstrap node never has any.
         """
+        if peer in self._listened_to:
+            return
+        self._listened_to.add(peer)
         pause = LISTEN_AGAIN_S
-        while peer in self._connected:
-            try:
-                with contextlib.closing(await self._open(daemon, peer, GOSSIP_PROTOCOL)) as stream:
-                    pause = LISTEN_AGAIN_S
-                    await self._hear(peer, stream)
-            except (TimeoutError, *DAEMON_GONE, NetworkError, MessageError) as error:
-                log.debug("listening to %s ended: %r", peer, error)
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, LISTEN_AGAIN_MAX_S)
+        try:
+            with contextlib.suppress(TimeoutError):  # how many exchanges make a round of a status
+                async with asyncio.timeout(DESCRIBED_S):
+                    await self._described.wait()
+            while peer in self._connected:
+                try:
+                    stream = await self._open(daemon, peer, GOSSIP_PROTOCOL)
+                    with contextlib.closing(stream):
+                        pause = LISTEN_AGAIN_S
+                        await self._hear(peer, stream)
+                except (TimeoutError, *DAEMON_GONE, NetworkError, MessageError) as error:
+                    log.debug("listening to %s ended: %r", peer, error)
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, LISTEN_AGAIN_MAX_S)
+        finally:
+            self._listened_to.discard(peer)
 
     async def _hear(self, peer: str, stream: Stream) -> None:
         """Raise NetworkError when the stream ends, or MessageError."""
@@ -338,6 +351,7 @@ class LightClient:
         """
         creator = self._creator or await self._describe(daemon)
         self._creator = creator
+        self._described.set()
         while True:
             await asyncio.sleep(CHANGE_S)
             if not self._connected:
@@ -521,6 +535,9 @@ class EventSource(threading.Thread):
     def run(self) -> None:
         try:
             self._work(self._stopped)
+        except BaseExceptionGroup as errors:  # of several tasks, such as one that could not record
+            said = errors.subgroup(ShoalError)
+            self._error = errors if said is None else said.exceptions[0]
         except BaseException as error:
             self._error = error
         finally:

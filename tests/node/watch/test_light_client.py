@@ -33,6 +33,7 @@ from shoal.swarm.p2p.host import Host
 from shoal.swarm.topics.status import Status
 from shoal.swarm.wire.envelope import pack, seal, unpack
 from shoal.swarm.wire.messages import (
+    GOSSIP_PROTOCOL,
     SEED_PROTOCOL,
     ManifestReply,
     ManifestRequest,
@@ -266,6 +267,65 @@ def test_known_dead_host_is_not_dialled(authors):
     asyncio.run(client._dial(Other(), anna))
     assert events == []
     assert client._book.due(0.0, ()) == []
+
+
+class Open:
+    """A daemon whose streams stay open, and say nothing."""
+
+    def __init__(self):
+        self.opened = 0
+
+    async def open(self, peer, protocol):
+        self.opened += protocol == GOSSIP_PROTOCOL
+        await asyncio.Event().wait()
+
+
+def listening(authors):
+    anna = authors[0].peer
+    client = LightClient(Link("a" * 52, (f"/ip4/127.0.0.1/tcp/1/p2p/{anna}",)), lambda event: None)
+    client._tasks = asyncio.TaskGroup()
+    return client, anna
+
+
+async def soon():
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+def test_a_peer_that_comes_again_is_listened_to_once(authors):
+    async def streams():
+        client, anna = listening(authors)
+        client._described.set()
+        node = Open()
+        with suppress(asyncio.CancelledError):
+            async with client._tasks:
+                for _ in range(3):
+                    client._note_connections(node, {anna})
+                    await soon()
+                    client._note_connections(node, set())
+                    await soon()
+                asyncio.current_task().cancel()
+        assert client._listened_to == set()
+        return node.opened
+
+    assert asyncio.run(streams()) == 1
+
+
+def test_no_status_is_heard_before_the_swarm_is_described(authors):
+    async def streams():
+        client, anna = listening(authors)
+        node = Open()
+        with suppress(asyncio.CancelledError):
+            async with client._tasks:
+                client._note_connections(node, {anna})
+                await soon()
+                early = node.opened
+                client._described.set()
+                await soon()
+                asyncio.current_task().cancel()
+        return early, node.opened
+
+    assert asyncio.run(streams()) == (0, 1)
 
 
 def test_another_implementation_of_libp2p_reads_the_same_node(node, until):

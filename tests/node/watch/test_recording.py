@@ -22,6 +22,7 @@ from shoal.node.watch.events import (
 )
 from shoal.node.watch.source import (
     PAUSE_MAX,
+    EventSource,
     Recorder,
     event_sink,
     print_lines,
@@ -143,6 +144,19 @@ def test_lines_are_printed_and_recorded(events, file, tmp_path, capsys):
     source.check()
     assert capsys.readouterr().out == file.read_text() == (tmp_path / "again.jsonl").read_text()
     print_lines(inbox, Source(), 0.01)  # ends when time is up
+
+
+def test_a_recording_that_stops_ends_the_watch_with_its_sentence():
+    """Also where it is written to by one of several tasks."""
+
+    def work(stopped):
+        raise ExceptionGroup("tasks", [WatchError("Cannot record")])
+
+    source = EventSource(work)
+    source.start()
+    source.join()
+    with pytest.raises(WatchError, match="Cannot record"):
+        source.check()
 
 
 @pytest.fixture
