@@ -88,6 +88,10 @@ def tune(
         replace_file(path, _edited(path, text, values, _evidence(report)))
         report["file"] = str(path)
         report["written"] = values
+        start = ["shoal", "up", str(path)]
+        if data := given.get("node.data"):  # a folder of this machine, which no swarm has
+            start += ["--data", str(data)]
+        report["start"] = shlex.join(start)
     return report
 
 
@@ -150,6 +154,7 @@ def _report(search: Search, knobs: Knobs, minutes: float, took_s: float) -> dict
         "interrupted": search.interrupted,
         "file": None,
         "written": {},
+        "start": None,
     }
 
 
@@ -233,9 +238,7 @@ def summary(report: Mapping[str, Any]) -> list[str]:
         end = "lowest" if best["rate"] == rates[0] else "highest"
         lines.append(f"That is the {end} rate that was tried: run it again to go on from there.")
     values = ", ".join(f"{dotted} = {value}" for dotted, value in report["written"].items())
-    lines.append(
-        f"Written into {report['file']}: {values}. Start: shoal up {shlex.quote(report['file'])}"
-    )
+    lines.append(f"Written into {report['file']}: {values}. Start: {report['start']}")
     lines.append(
         f"The longest trials had {best['steps']:,} steps: a run of six times as many may want half "
         "of the rate (docs/running.md, Finding the learning rate)."

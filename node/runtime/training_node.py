@@ -513,10 +513,11 @@ class TrainingNode:
         self._link_file.refresh()
         self._wait_for_peers()
         # An evaluation takes as long as dozens of steps, and a newcomer's swarm is under way.
-        if not arrival.newcomer:
+        if not arrival.newcomer and not self._stopping():
             first = self._evaluate()
             self.member.records.lost(held_out_first=first, held_out=first)
-        self._settle(arrival.seen)
+        if not self._stopping():
+            self._settle(arrival.seen)
         self.member.start_counting()
         self.member.announce("training")
         result.take(self.member.record())
@@ -530,7 +531,7 @@ class TrainingNode:
         self.saver.due = self.options.ranks is not None
         try:
             with self._activity.doing("training"):
-                self._activity.detail = partial(self._drawing_again, trainer.opt.steps)
+                self._activity.detail = partial(self._resuming, trainer.opt.steps)
                 result.wall_s = trainer.run(
                     stop=self._stopping,
                     on_progress=partial(self._on_progress, estimate),
@@ -557,11 +558,14 @@ class TrainingNode:
             self.display.message(line)
         return result
 
-    def _drawing_again(self, begun_at: int) -> str:
-        """Return what goes on before the first step after a resume, if that takes long."""
+    def _resuming(self, begun_at: int) -> str:
+        """Return what goes on in the first step after a resume, if that takes long."""
         if not begun_at or self._saved is None or self.trainer.opt.steps > begun_at:
             return ""
-        return f"the first {begun_at:,} batches are drawn again, to go on behind them"
+        return (
+            f"the first step after step {begun_at:,}; where batches(shard) has no place to go on "
+            "from, those of before are drawn again"
+        )
 
     def _wait_for_peers(self) -> None:
         with self._activity.doing("waiting for peers", bounded=True, told=True):

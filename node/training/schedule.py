@@ -204,7 +204,8 @@ class Schedule:
         done = int(about["done"])
         self._unscaled = about.get("unscaled")
         self._without_factor()
-        if about["length"] == self.length and same_values(about["made"], self._made):
+        same = about["length"] == self.length and same_values(about["made"], self._made)
+        if same or (self.scheduler is None and saved is None):  # the rate stays
             if self.scheduler is not None and saved is not None:
                 self.scheduler.load_state_dict(copy.deepcopy(dict(saved)))
             self.done = done

@@ -211,6 +211,7 @@ def test_unbegun_swarm_has_its_seeds_weights(shoal, eventually):
     said = join(shoal, waiting.line(), "third", "--resume-from", shoal.home / "first").error()
     assert "No peer of this swarm has finished a round" in said
     shoal.interrupt(waiting)
+    assert starts(shoal, "second")[0]["loss"]["held_out_first"] is None  # it ended, unevaluated
 
 
 @pytest.mark.slow(reason="starts of real nodes, one after another")

@@ -139,6 +139,16 @@ def test_the_table_says_what_won_and_by_how_much(search):
     assert f"\nWritten into {FILE}: task.hooks = tests.support.tune_tasks:Slope, " in said
 
 
+def test_what_was_found_is_started_on_the_same_data(search, folder):
+    """Mutant: the built-in text trains on its own data where FOLDER was tuned on."""
+    report, _ = search
+    assert table(report).count(f"Start: shoal up {FILE}\n") == 1
+    (folder / "my texts").mkdir()
+    found = tuned("Slope", **{"node.data": "my texts"})
+    assert f"Start: shoal up {FILE} --data 'my texts'\n" in table(found)
+    assert "data" not in (folder / FILE).read_text()
+
+
 def test_a_best_rate_at_the_end_is_told():
     """Mutant: nobody learns that a higher rate may be better still."""
     said = table(tuned("Slope", **{"task.options.lr": 0.01}))
