@@ -289,7 +289,7 @@ class CheckpointWriter:
         self._current = None
         if failure is None and self._said.over("failed"):
             self._notify("Checkpoints can be saved again.")
-        elif failure is not None and self._said.due("failed") and not said:
+        elif failure is not None and not said and self._said.due("failed"):
             self._notify(
                 f"{str(failure).rstrip('.')}; training goes on, and the next save is tried as "
                 "usual."

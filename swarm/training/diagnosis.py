@@ -128,6 +128,7 @@ class Diagnosis:
         self._own_errors += 1
         self._without = 0
         self._partnerless = None
+        self._said.over(*PARTNERLESS)
         self._missed["internal"] += 1
         if self._own_errors >= fragments and self._said.due("internal", SAY_AGAIN_S):
             said = (

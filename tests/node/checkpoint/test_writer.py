@@ -236,8 +236,11 @@ def test_a_full_disk_is_told_once_and_training_goes_on(tmp_path, monkeypatch):
     run.train()
     assert run.said[1:] == ["Checkpoints can be saved again."]
     assert check(tmp_path) == 6
-    monkeypatch.setattr(checkpoint, "write_tensors", full)
-    assert "No space left on device" in run.saver.last(7)
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "write_tensors", full)
+        assert "No space left on device" in run.saver.last(7)
+    assert run.saver.last(7) is None
+    assert len(run.said) == 2  # of what failed before the end only the end is said
 
 
 def holding(folder, count):

@@ -263,6 +263,10 @@ def test_partnerless_rounds_are_said_once(alone):
     assert alone.exchange(BERT) == ["rounds have partners again, after 23 without"]
     assert alone.partnerless() is None
     assert alone.exchange(BERT) == []
+    for _ in range(ALONE_ROUNDS):
+        alone.exchange(kind="timeout")
+    alone.exchange(error=RuntimeError("planted"), about="internal")  # the network is well
+    assert alone.exchange(BERT) == []
     assert [len(alone.exchange(kind="timeout")) for _ in range(2 * ALONE_ROUNDS)] == [
         0,
         0,
