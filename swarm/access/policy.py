@@ -213,10 +213,8 @@ class AccessPolicy:
         """Return one sentence, once each, when this node's invitation expires within an hour, and
         when it has; else nothing.
         """
-        if self._creator is None or self._creator == self.me:
-            return ""
-        entry = entry_of(self.ticket, self.me, self._swarm, self._creator)
-        if not isinstance(entry, AdmittedBy):
+        entry = self._own_entry()
+        if entry is None:
             return ""
         now = self._clock()
         problem = expiry(entry, now)
@@ -230,6 +228,18 @@ class AccessPolicy:
                 "it with --resume."
             )
         return ""
+
+    def has_expired(self) -> bool:
+        """Return whether this node's own invitation has, so that the others do not meet it."""
+        entry = self._own_entry()
+        return entry is not None and bool(expiry(entry, self._clock()))
+
+    def _own_entry(self) -> AdmittedBy | None:
+        """Return by which invitation this node came in; None if it needs none."""
+        if self._creator is None or self._creator == self.me:
+            return None
+        entry = entry_of(self.ticket, self.me, self._swarm, self._creator)
+        return entry if isinstance(entry, AdmittedBy) else None
 
     def _judge(self, peer: str, shown: bytes) -> str:
         """Note that ``peer`` is here; return one sentence if it is not admitted, else nothing."""

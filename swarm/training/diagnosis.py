@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from shoal.optim import RoundInfo
+from shoal.swarm.access.invitation import ASK
 from shoal.swarm.exchange.contribution import RECENT, ExchangeStats
 from shoal.swarm.exchange.robust import RejectedUpdate
 from shoal.swarm.membership.directory import Directory
@@ -45,7 +46,8 @@ SAY_REFUSED_S = 60.0
 class Diagnosis:
     """The diagnosis of one node.
 
-    ``clock``: seconds. ``in_seconds``: the swarm's rounds last so many seconds.
+    ``clock``: seconds. ``in_seconds``: the swarm's rounds last so many seconds. ``has_expired``:
+    whether this node's invitation has.
     """
 
     def __init__(
@@ -56,8 +58,10 @@ class Diagnosis:
         clock: Callable[[], float] = time.monotonic,
         *,
         in_seconds: bool = False,
+        has_expired: Callable[[], bool] = lambda: False,
     ) -> None:
         self._in_seconds = in_seconds
+        self._has_expired = has_expired
         self.stats = stats
         self._directory = directory
         self._me = me
@@ -173,6 +177,8 @@ class Diagnosis:
         return any(member.finished for member in self._directory.departed().values())
 
     def _remedy(self, reason: str) -> str:
+        if self._has_expired():
+            return f"{ASK}, and join again by it with --resume"
         if reason == "nobody" and self._have_others_ended():
             return THEIR_MODEL
         speeds = [member.steps_per_s for member in self._directory.members().values()]
@@ -180,6 +186,8 @@ class Diagnosis:
 
     def _why(self, info: RoundInfo, model: str) -> tuple[str, str]:
         """Return the reason why a round had no partner, a key of `PARTNERLESS`, and in words."""
+        if self._has_expired():
+            return "refused", "this node's invitation has expired"
         others = dict(self._directory.members())
         others.pop(self._me, None)
         failures = self.stats.of(info.key).failures

@@ -93,6 +93,7 @@ class OuterSync:
             me,
             clock,
             in_seconds=membership.manifest.outer.rounds_in_seconds,
+            has_expired=membership.directory.access_policy.has_expired,
         )
         exchange.sketch = self.sketch
 

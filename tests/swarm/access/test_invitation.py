@@ -189,9 +189,11 @@ def test_expired_invitation_is_reported_before():
     assert at.expiry_event() == ""
     time[0] += DAY - EXPIRES_SOON_S + 600
     assert "expires in 50 minutes" in at.expiry_event()
+    assert not at.has_expired()
     assert at.expiry_event() == ""
     time[0] += DAY
     assert "do not meet this node any more, for its invitation expired" in at.expiry_event()
+    assert at.has_expired()
     assert at.expiry_event() == ""
     assert not at.admits(BERT.peer_id)
     with pytest.raises(AdmissionError, match="This node may not come in: its invitation expired"):

@@ -43,7 +43,10 @@ def diagnosed(everyone=dict, departed=dict):
     directory = SimpleNamespace(
         members=everyone, everyone=everyone, departed=departed, belongs=lambda peer: True
     )
-    return Diagnosis(ExchangeStats(), directory, ME, clock), clock
+    expired = SimpleNamespace(yes=False)
+    made = Diagnosis(ExchangeStats(), directory, ME, clock, has_expired=lambda: expired.yes)
+    made.expired = expired
+    return made, clock
 
 
 def test_the_record_holds_what_went_wrong_and_who_is_missing():
@@ -162,6 +165,7 @@ def alone():
         ended_alone=diagnosis.ended_alone,
         partnerless=lambda: diagnosis.faults()["partnerless"],
         errors=stats.errors,
+        expired=diagnosis.expired,
         trained_alone=diagnosis.trained_alone,
     )
 
@@ -248,6 +252,17 @@ def test_who_is_left_alone_at_the_end_learns_why(alone):
         == "the last 3 rounds had no partner, so this node ends with a model of its own"
     )
     assert alone.ended_alone(2) == ""
+
+
+def test_an_expired_invitation_is_the_only_reason(alone):
+    """Fault: partners were told to be slow, or taken."""
+    alone.expired.yes = True
+    told = [alone.exchange(kind="timeout") for _ in range(2 * ALONE_ROUNDS)]
+    assert [said for lines in told for said in lines] == [
+        "3 rounds in a row had no partner (this node's invitation has expired), and training goes "
+        "on without; ask the creator of the swarm for a new link (`shoal invite`), and join again "
+        "by it with --resume"
+    ]
 
 
 def test_partnerless_rounds_are_said_once(alone):
