@@ -186,6 +186,7 @@ def query_for(membership: Membership, model: str, opt: OuterOptimizer) -> StateQ
         equal=opt.anchored,
         fragments=opt.fragments,
         names=opt.parameters.names,
+        is_swarms=True,
     )
 
 

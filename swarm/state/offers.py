@@ -92,8 +92,15 @@ def making_s(nbytes: int) -> float:
     return MAKE_S + nbytes / LEAST_RATE
 
 
-async def ask(host: Host, to: Peer, request: StateRequest, nbytes: int) -> StateHeader:
-    """Ask one peer for the header of its snapshot, which has about ``nbytes`` bytes.
+async def ask(
+    host: Host,
+    to: Peer,
+    request: StateRequest,
+    nbytes: int,
+    waits: Callable[[], None] = lambda: None,
+) -> StateHeader:
+    """Ask one peer for the header of its snapshot, which has about ``nbytes`` bytes; ``waits`` is
+    called if it has to make one.
 
     Raises NoStateError if it refuses or does not answer; NetworkError, MessageError if it is busy,
     breaks off, or violates the protocol.
@@ -110,6 +117,7 @@ async def ask(host: Host, to: Peer, request: StateRequest, nbytes: int) -> State
         except NetworkError as error:
             raise NoStateError(str(error)) from error
         if isinstance(reply, Answer) and reply.verdict == "wait":
+            waits()
             reply = unpack(
                 await stream.receive(StateHeader.LIMIT, making_s(nbytes) + GRACE_S),
                 StateHeader,
@@ -136,15 +144,17 @@ async def collect(
     the others.
 
     Where they are in several address ranges, as many ranges are waited for, not peers: one range
-    can have any number of those. It ends ``patience`` seconds after the first offer at the latest.
+    can have any number of those. It ends ``patience`` seconds after the first offer, once there is
+    a second one, or no peer is making a snapshot: in the middle of a step honest ones answer late.
     ``check`` raises ShoalError at a header that does not fit.
     """
     offers: list[SnapshotOffer] = []
     errors: dict[str, Exception] = {}
+    making: set[str] = set()
 
     async def one(to: Peer) -> None:
         try:
-            header = await ask(host, to, request, nbytes)
+            header = await ask(host, to, request, nbytes, lambda: making.add(to[0]))
             check(to[0], header)
             offers.append(SnapshotOffer(*to, header, host.met.get(to[0], "")))
         except ShoalError as error:
@@ -159,13 +169,13 @@ async def collect(
     pending: set[asyncio.Future[None]] = set(asked)
     until = math.inf
     try:
-        while (
-            pending
-            and count(agreed(offers)) < CONFIRMING_PEERS
-            and count(offers) < most
-            and loop.time() < until
-        ):
-            left = None if until == math.inf else max(until - loop.time(), 0.0)
+        while pending and count(agreed(offers)) < CONFIRMING_PEERS and count(offers) < most:
+            left: float | None = None
+            late = making - errors.keys() - {offer.peer for offer in offers}
+            if until < math.inf and (count(offers) >= CONFIRMING_PEERS or not late):
+                left = until - loop.time()
+                if left <= 0:
+                    break
             _, pending = await asyncio.wait(
                 pending, timeout=left, return_when=asyncio.FIRST_COMPLETED
             )
@@ -176,6 +186,9 @@ async def collect(
         for task in asked:
             task.cancel()
         await asyncio.gather(*pending, return_exceptions=True)
+    for task in asked:
+        if task.done() and not task.cancelled():
+            task.result()  # raises what is an error of our own
     order = {peer: place for place, (peer, _) in enumerate(sources)}
     return sorted(offers, key=lambda offer: order[offer.peer]), errors
 

@@ -46,6 +46,8 @@ class StateQuery:
     attempts: int = ATTEMPTS
     names: Sequence[str] = ()
     """Of the parameters; without them those are not compared."""
+    is_swarms: bool = False
+    """Whether this node's model is known to be the swarm's."""
 
     def check(self, peer: str, header: StateHeader) -> None:
         """Check that an offer fits: what is allocated follows from this node's own shapes, whatever
@@ -53,7 +55,7 @@ class StateQuery:
 
         Raises ModelDiffersError, MessageError.
         """
-        self._check_model(header)
+        self._check_model(peer, header)
         self._check_extra(peer, header)
         self._check_size(peer, header)
         self._check_rounds(peer, header)
@@ -62,9 +64,13 @@ class StateQuery:
         """Return how many of the snapshot's first bytes are to be fetched."""
         return header.nbytes
 
-    def _check_model(self, header: StateHeader) -> None:
+    def _check_model(self, peer: str, header: StateHeader) -> None:
         theirs = Outline(unpack_names(header.names), header.shapes)
         difference = Outline(tuple(self.names), tuple(self.shapes)).differs(theirs)
+        if difference is not None and self.is_swarms:
+            raise MessageError(
+                f"peer {short(peer)} serves weights of another model than the swarm's: {difference}"
+            )
         if difference is not None:
             raise ModelDiffersError(
                 f"This node's model does not fit the swarm: {difference} (in the swarm); use the "

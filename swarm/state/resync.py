@@ -252,8 +252,11 @@ class Resynchronizer:
         able = [m for m in preferred if m.state in ("waiting", "training")]
         if not able:
             able = [m for m in there if m.state == "training"]
+        partners = self._partners()
+        # Whoever has averaged with this node could have moved its weights before.
+        able = [m for m in able if m.peer in partners] or able
         there = sorted(able, key=lambda member: member.peer)
-        first = in_order(there, self._membership.host.met, "", self._partners())
+        first = in_order(there, self._membership.host.met, "", partners)
         return [(m.peer, m.addresses) for m in first[:MAX_SOURCES]]
 
     def adopt_fetched(self) -> bool:

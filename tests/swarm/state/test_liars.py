@@ -17,7 +17,7 @@ from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.exchange.contribution import model_digest
 from shoal.swarm.state.catch_up import sources_in
 from shoal.swarm.state.offers import MAX_AHEAD_ROUNDS, SnapshotOffer, agreed, believed, plausible
-from shoal.swarm.state.query import LAST_ROUND, StateQuery
+from shoal.swarm.state.query import LAST_ROUND, ModelDiffersError, StateQuery
 from shoal.swarm.state.selection import UnconfirmedError, choose
 from shoal.swarm.state.snapshot import State, encode, make
 from shoal.swarm.state.state_server import StateServer
@@ -42,11 +42,13 @@ def give(network):
     """Make a peer that serves a state."""
     ended, threads = threading.Event(), []
 
-    def make(state):
+    def make(state, after=None):
         host = network.host()
         server = StateServer(host, SWARM, MODEL, SHAPES)
 
         def offer():
+            if after is not None:
+                after.wait(60)
             while not ended.wait(0.005):
                 server.offer(lambda: state)
 
@@ -61,9 +63,8 @@ def give(network):
 
 
 def query(**options):
-    return StateQuery(
-        StateRequest(swarm=SWARM, model=MODEL), SHAPES, fragments=1, patience=2.0, **options
-    )
+    request = StateRequest(swarm=SWARM, model=MODEL)
+    return StateQuery(request, SHAPES, **{"fragments": 1, "patience": 2.0, **options})
 
 
 def offered(states):
@@ -115,6 +116,49 @@ def test_node_that_missed_a_round_resists_liars(network, give):
         [(liar.peer_id, ()), (honest.peer_id, ())],
     )
     assert state.round == 7
+
+
+@pytest.mark.parametrize("confirmed", [True, False])
+def test_a_quick_liar_does_not_outrun_honest_steps(network, give, confirmed):
+    """Fault: the wait for a second offer ended while honest peers were in the middle of a step."""
+    stepped = threading.Event()
+    state = State(7, slow(), applied=[6])
+    sources = [
+        give(state, stepped),
+        give(state, stepped),
+        give(State(10**6, slow(seed=9), applied=[6])),
+    ]
+    timer = threading.Timer(0.2, stepped.set)
+    timer.start()
+    found = fetch_state(
+        network.host(),
+        query(equal=True, confirmed=confirmed, patience=0.0),
+        [(host.peer_id, ()) for host in sources],
+    )
+    timer.join()
+    assert found.round == 7
+
+
+def test_an_own_error_in_a_check_is_no_refusal(network, give):
+    """Fault: it was none of the answers, and all of these refused."""
+
+    class Wrong(StateQuery):
+        def check(self, peer, header):
+            raise KeyError("planted")
+
+    source = give(State(7, slow(), applied=[6]))
+    wrong = Wrong(StateRequest(swarm=SWARM, model=MODEL), SHAPES, fragments=1)
+    with pytest.raises(KeyError, match="planted"):
+        fetch_state(network.host(), wrong, [(source.peer_id, ())])
+
+
+def test_a_peer_with_another_model_is_the_one_to_blame(network):
+    """Fault: one liar ended a join with the sentence that this node's own model does not fit."""
+    (offer,) = offered([State(7, slow()[:1], applied=[6])])
+    with pytest.raises(ModelDiffersError):
+        query().check("a" * 10, offer.header)
+    with pytest.raises(MessageError, match="serves weights of another model than the swarm's"):
+        query(is_swarms=True).check("a" * 10, offer.header)
 
 
 @pytest.mark.parametrize(
