@@ -388,7 +388,8 @@ class SimHost:
             return await asyncio.wait_for(self._dial(peer_id, protocol), timeout)
         except TimeoutError:
             raise NetworkError(
-                f"peer {short(peer_id)} did not open a stream within {timeout:.3g} s.", "timeout"
+                f"peer {short(peer_id)} did not open a stream within {timeout:.3g} s.",
+                "unreachable",
             ) from None
 
     async def _dial(self, peer_id: str, protocol: str) -> Stream:

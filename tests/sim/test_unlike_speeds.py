@@ -1,5 +1,6 @@
-"""Three quick peers and one that is four times slower: the quick ones meet each other in all their
-rounds and wait for nobody, and the slow one meets somebody in nearly all of its own.
+"""Three quick peers and one that is four times slower, in pairs: the quick ones meet each other in
+all their rounds and wait for nobody, and the slow one meets somebody in nearly all of its own.
+Below, a group of two.
 """
 
 from functools import partial
@@ -74,3 +75,32 @@ def test_without_a_rule_many_find_nobody(monkeypatch, owner, name, mutant, whose
     monkeypatch.setattr(owner, name, mutant)
     quick, slow, _ = shares(0)
     assert (quick if whose == "quick" else slow) > 0.2
+
+
+GROUP_S = 200.0
+GROUP = Setting(
+    "group",
+    2,
+    calm=GROUP_S,
+    patience=0.0,
+    wait=3.0,
+    options={"fragments": 2, "overlap": True},
+)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_quick_leader_does_not_leave_itself_out(seeds, seed):
+    """Fault: it waited for a slow member, noted against itself that its leader held it, and soon
+    saw nobody that could lead: 7 means in place of 26.
+    """
+    swarms = []
+
+    def prepare(swarm):
+        swarms.append(swarm)
+        for peer, pace in zip(swarm.peers, (2.0, 6.0), strict=True):
+            peer.pace = pace
+        swarm.network.loop.call_at(GROUP_S, setattr, swarm, "over", True, context=NOTHING)
+
+    assert simulate(seed, setting=GROUP, faults=[], prepare=prepare).failure is None
+    of_slow = [one for (who, _), one in swarms[0].contributions.items() if who == 1]
+    assert sum(one.mean is not None for one in of_slow) >= 0.4 * len(of_slow)

@@ -456,7 +456,7 @@ class GroupExchange(ExchangeBase):
         began = loop.time()
         self._streams.begin(reduction)
         reducing = asyncio.ensure_future(reduction.run())
-        listening = asyncio.ensure_future(self._listen(channel, reduction, attempt, longest))
+        listening = asyncio.ensure_future(self._listen(channel, reduction, longest))
         fragment = attempt.key.fragment
         most_s = self.time.reducing(nbytes, fragment)
         least_s = self.time.least(fragment)
@@ -524,7 +524,7 @@ class GroupExchange(ExchangeBase):
         return Butterfly(self._streams, group, me, attempt, until, longest, identity=identity)
 
     async def _listen(
-        self, channel: HeartbeatChannel, reduction: Reduction, attempt: Attempt, until: float
+        self, channel: HeartbeatChannel, reduction: Reduction, until: float
     ) -> GroupFormed | GroupReply:
         while True:
             message: Message = await channel.receive(
@@ -535,8 +535,6 @@ class GroupExchange(ExchangeBase):
             if isinstance(message, GroupLost) and message.nonce == reduction.group.nonce:
                 reduction.lose(message.lost)
                 self._view.mark_absent(reduction.group.at(message.lost))
-                for peer in reduction.group.at(message.lost):
-                    attempt.failed(peer, "broken")
 
     async def _ask(self, group: Roster) -> bytes | None:
         others = [peer for peer in group.members if peer != self._context.me]
@@ -645,10 +643,11 @@ class GroupExchange(ExchangeBase):
         beyond = asyncio.get_running_loop().time() - pending.until - LINGER_S
         # An honest leader lets its members go in time. If it is much later than that, this node
         # slept.
-        if 0 <= beyond < self._timeouts.chunk and not pending.entered:
+        is_own = leader == self._context.me
+        if 0 <= beyond < self._timeouts.chunk and not pending.entered and not is_own:
             self._view.attendance.missed(leader, ready.round, held=True)
         self._view.mark_absent([leader])
-        if leader != self._context.me:  # otherwise no peer failed: no other member came
+        if not is_own:  # otherwise no peer failed: no other member came
             self._context.look()  # it may have said that it leaves
             pending.attempt.failed(leader, error)
 

@@ -390,8 +390,12 @@ class GroupLeader:
 
     def _form(self, key: tuple[int, int], members: Mapping[str, MemberState]) -> None:
         """Deal the members into groups, and let each run."""
-        self._rounds.formed(*key)
-        self.view.mark_absent(self.view.here() - set(members))
+        evidence = self.view.evidence
+        known = [peer for peer in members if peer == self.context.me or evidence.knows(peer)]
+        # Else two free keys could end every round to come, before anybody else is there.
+        if known or not evidence.partners:
+            self._rounds.formed(*key)
+            self.view.mark_absent(self.view.here() - set(members))
         groups = partition_into_groups(self.context.seed, key[0], members, self._max_group)
         for names in groups:
             group = {peer: members[peer] for peer in names}
@@ -482,6 +486,7 @@ class GroupLeader:
         it cannot be.
         """
         seconds = self.timeouts.probe(self.timeouts.wait)
+        late_at = asyncio.get_running_loop().time() + seconds
         try:
             stream = await self.context.host.open(
                 peer, self._protocol, addresses=self.view.addresses(peer), timeout=seconds
@@ -490,7 +495,7 @@ class GroupLeader:
             if not self.view.is_absent(peer):  # it is asked in each round until its record expires
                 log.info("a missing peer is not waited for: %s", error)
             self.view.mark_absent([peer])
-            if error.reason != "timeout":
+            if asyncio.get_running_loop().time() < late_at:  # else it may only be slow
                 pending.gone.add(peer)
             pending.changed.set()
             return None

@@ -400,7 +400,8 @@ class AllReduce(ShareReduction):
 
     async def _reduced(self) -> None:
         assert isinstance(self._mine.codec, FloatCodec)
-        values = self._mine.payload.whole().view(self._mine.codec.dtype)
+        whole = await asyncio.to_thread(self._mine.payload.whole)  # which may copy all of it
+        values = whole.view(self._mine.codec.dtype)
         mean = torch.empty(values.numel(), dtype=torch.float32, device="cpu")
         others = (self._exchange(peer, values, mean) for peer in self._callers)
         works = [asyncio.ensure_future(work) for work in (self._average(values, mean), *others)]

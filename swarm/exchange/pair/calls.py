@@ -149,9 +149,9 @@ class Caller:
                 peer, EXCHANGE_PROTOCOL, addresses=addresses, timeout=max(min(seconds, chunk), 0.01)
             )
             return await open_unless(pairing.called, opening)
-        except NetworkError as error:
-            # What was left of a search is no time to open a stream in.
-            if error.reason != "timeout" or seconds >= PROBE_S:
+        except NetworkError:
+            # What was left of a search may be no time to open a stream in.
+            if seconds >= PROBE_S:
                 self._state.selector.failed(peer)
             raise
 

@@ -6,6 +6,7 @@ import asyncio
 import re
 import threading
 import time
+from unittest.mock import Mock
 
 import pytest
 
@@ -93,6 +94,23 @@ def test_absent_leader_holds_up_nobody(school):
     school.until(lambda: leader.exchange.next_round == first + 2)
     assert school.values([*(peer.start(first + 1, 3.0) for peer in others), late]) == [4.0] * 4
     assert leader.exchange.next_round == first + 2
+
+
+def test_strangers_end_no_round_before_others_come(school, monkeypatch):
+    """Fault: two free keys formed the rounds to come at every leader, and honest members were sent
+    past them.
+    """
+    three = school.peers(3)
+    assert school.values([peer.start(0, 1.0) for peer in three]) == [1.0] * 3
+    first, second, _ = three
+    leader = first.exchange._leader
+    monkeypatch.setattr(group_lead, "GroupCommit", Mock())
+    monkeypatch.setattr(leader, "start", Mock())
+    leader._form((3, 0), {"one": None, "two": None})
+    assert leader._rounds.instead(3, 0) is None
+    assert not leader.view.is_absent(second.id)
+    leader._form((3, 0), {second.id: None, "two": None})
+    assert leader._rounds.instead(3, 0) is not None
 
 
 @pytest.mark.ci
