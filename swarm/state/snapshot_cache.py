@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from shoal.swarm.exchange.timeouts import LEAST_RATE
 from shoal.swarm.state.snapshot import Snapshot
 
 # snapshots that a node holds at most, each as large as its slow weights and shared state in float32
@@ -16,14 +17,23 @@ UNUSED_S = 120.0  # after which a snapshot that nobody asks for is dropped
 BUSY_S = 15.0  # since a snapshot was offered in which its first download may begin
 
 
+def download_s(nbytes: int) -> float:
+    """Return the seconds in which whoever is offered a snapshot of ``nbytes`` should have it
+    whole.
+    """
+    return BUSY_S + nbytes / LEAST_RATE
+
+
 @dataclass
 class _Held:
     """A snapshot in the cache.
 
-    ``readers``: streams on which it is being downloaded; ``read``: a download of it has ended.
+    ``made``: when it came; ``readers``: streams on which it is being downloaded; ``read``: a
+    download of it has ended.
     """
 
     snapshot: Snapshot
+    made: float
     asked: float  # time of the last request for it
     readers: int = 0
     read: bool = False
@@ -43,17 +53,15 @@ class SnapshotCache:
         self._held: dict[bytes, _Held] = {}
 
     def put(self, snapshot: Snapshot) -> None:
-        """Hand out a snapshot from now on; beyond two, drop the least recently requested, if
-        possible one that nobody downloads.
+        """Hand out a snapshot from now on; beyond two, drop the older, if possible of those that
+        nobody downloads.
         """
         with self._lock:
             now = self._clock()
-            others = [id for id in self._held if id != snapshot.id]
-            for id in sorted(
-                others, key=lambda id: (self._held[id].busy(now), self._held[id].asked)
-            )[: len(others) + 1 - MAX_SNAPSHOTS]:
-                del self._held[id]
-            self._held.setdefault(snapshot.id, _Held(snapshot, now)).asked = now
+            if snapshot.id not in self._held and len(self._held) >= MAX_SNAPSHOTS:
+                held = self._held
+                del held[min(held, key=lambda id: (held[id].busy(now), held[id].made))]
+            self._held.setdefault(snapshot.id, _Held(snapshot, now, now)).asked = now
 
     def get(self, id: bytes) -> Snapshot | None:
         """Return the snapshot with this id, and mark it as requested."""
@@ -89,10 +97,17 @@ class SnapshotCache:
     def full(self) -> bool:
         """Return whether one more would drop a snapshot that is being downloaded, or is about to
         be.
+
+        The older was offered until the newer was made. Whoever is no quicker than `download_s`
+        since then does not keep others from newer weights.
         """
         with self._lock:
             now = self._clock()
-            return sum(held.busy(now) for held in self._held.values()) >= MAX_SNAPSHOTS
+            busy = [held for held in self._held.values() if held.busy(now)]
+            if len(busy) < MAX_SNAPSHOTS:
+                return False
+            newer = max(busy, key=lambda held: held.made)
+            return now - newer.made <= download_s(newer.snapshot.header.nbytes)
 
     def newest(self, since: int) -> Snapshot | None:
         with self._lock:

@@ -11,11 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.swarm.errors import NetworkError
+from shoal.swarm.exchange.timeouts import LEAST_RATE
 from shoal.swarm.state import chunk_server
 from shoal.swarm.state.chunk_server import ChunkServer
 from shoal.swarm.state.download import ChunkPlan, ChunkSource, MemorySink, download, fetch_digests
 from shoal.swarm.state.snapshot import Snapshot, State, chunk_size, chunks_in, encode, make
-from shoal.swarm.state.snapshot_cache import SnapshotCache
+from shoal.swarm.state.snapshot_cache import BUSY_S, SnapshotCache
 from shoal.swarm.wire.envelope import CHUNK
 
 SWARM = "a" * 52
@@ -285,6 +286,30 @@ def test_a_snapshot_is_kept_for_its_downloads_only():
         assert kept.get(quick.id) is quick
         kept.put(newer)
         assert (kept.get(slow.id), kept.get(quick.id)) == (slow, None)
+
+
+def test_snapshots_that_are_never_let_go_give_way():
+    """The fault: streams that never ended kept two snapshots for good, and all were handed those.
+    Mutants: no bound on the time of a download; a bound that is the older's, or without its bytes;
+    the one that was requested less recently gives way.
+    """
+    now = [0.0]
+    kept = SnapshotCache(lambda: now[0])
+    older, newer, newest = (made(seed) for seed in range(3))
+    kept.put(older)
+    now[0] = 50.0
+    kept.put(newer)
+    with kept.read(older.id), kept.read(newer.id):
+        assert kept.get(older.id) is older
+        # The older was offered until then, to who may need so long for it.
+        now[0] += BUSY_S + newer.header.nbytes / LEAST_RATE - 1
+        assert kept.full()
+        now[0] += 2.0
+        assert kept.get(older.id) is older
+        assert not kept.full()
+        kept.put(newest)
+        assert kept.full()
+        assert [kept.get(one.id) for one in (older, newer, newest)] == [None, newer, newest]
 
 
 def test_id_follows_from_the_content_alone():

@@ -26,6 +26,7 @@ from shoal.swarm.state.state_server import MAX_WAIT_ROUNDS, StateServer
 from shoal.swarm.state.sync import begin_fetch, fetch_state
 from shoal.swarm.wire.envelope import CHUNK, pack, unpack
 from shoal.swarm.wire.messages import Answer, StateHeader, StateRequest
+from tests.support.clock import Clock
 from tests.support.waiting import until
 
 SWARM, MODEL = "a" * 52, "0" * 64
@@ -46,7 +47,8 @@ class Member:
 
     def __init__(self, network, state):
         self.host, self.state = network.host(), state
-        self.server = StateServer(self.host, SWARM, MODEL, SHAPES)
+        self.clock = Clock()
+        self.server = StateServer(self.host, SWARM, MODEL, SHAPES, self.clock)
         self._stop, self._tick = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._train)
         self.steps = lambda: None
@@ -323,16 +325,19 @@ def test_another_model_is_told_the_difference_and_another_swarm_nothing(network,
 
 
 @pytest.mark.parametrize(
-    ("held", "taken"),
-    [(True, [7, 8, 8]), (False, [7, 8, 9])],
-    ids=["two downloads go on", "all ended"],
+    ("held", "seconds", "taken"),
+    [(True, 1.0, [7, 8, 8]), (False, 1.0, [7, 8, 9]), (True, 20.0, [7, 8, 9])],
+    ids=["two downloads go on", "all ended", "they do not end"],
 )
-def test_third_newcomer_gets_the_later_snapshot(network, members, held, taken):
-    """Who comes while two snapshots are being downloaded gets the later of them."""
+def test_third_newcomer_gets_the_later_snapshot(network, members, held, seconds, taken):
+    """Who comes while two snapshots are being downloaded gets the later of them, but not for good:
+    a stranger that let go of neither had everybody handed ever older weights.
+    """
     (source,) = members(State(7, slow()), run=False)
     rounds, lasting = [], []
     for round in (7, 8, 9):
         source.state = at(round)
+        source.clock.now += seconds
         host = network.host()
         coming = begin_fetch(host, query(), to(source.host))
         while not coming.done():
