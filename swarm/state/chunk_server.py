@@ -59,14 +59,22 @@ class ChunkServer:
             self._places.free(stream)
 
     async def _serve(self, stream: Stream) -> None:
+        """Serve one download, which is what `models_per_hour` counts: each chunk once, until one is
+        not held.
+        """
         patience_s = IDLE_S
         reading: bytes | None = None
-        # Bytes: a stream is for one download, which is what `models_per_hour` counts.
-        left: int | None = None
+        asked: set[int | None] = set()
         with ExitStack() as download:
             while True:
                 # When the caller has all it wants it ends the stream, and this raises NetworkError.
                 request = await receive_message(stream, ChunkRequest, patience_s)
+                if request.chunk in asked:
+                    raise NetworkError(
+                        f"peer {short(stream.peer_id)} asked for a chunk twice on one stream.",
+                        "refused",
+                    )
+                asked.add(request.chunk)
                 snapshot = None
                 if request.swarm == self._swarm:
                     snapshot = self._kept.get(request.snapshot)
@@ -74,16 +82,7 @@ class ChunkServer:
                 if snapshot is None or data is None:
                     missing = ChunkReply(nbytes=0, reason="this peer does not hold it")
                     await send_message(stream, missing, MESSAGE_S)
-                    continue
-                if left is None:
-                    left = snapshot.header.nbytes + len(snapshot.digests)
-                left -= len(data)
-                if left < 0:
-                    raise NetworkError(
-                        f"peer {short(stream.peer_id)} asked for more than the model on one "
-                        "stream.",
-                        "refused",
-                    )
+                    return
                 # The digests are fetched before the download begins.
                 if request.chunk is not None and request.snapshot != reading:
                     reading = request.snapshot

@@ -14,7 +14,14 @@ from shoal.swarm.errors import NetworkError
 from shoal.swarm.exchange.timeouts import LEAST_RATE
 from shoal.swarm.state import chunk_server
 from shoal.swarm.state.chunk_server import ChunkServer
-from shoal.swarm.state.download import ChunkPlan, ChunkSource, MemorySink, download, fetch_digests
+from shoal.swarm.state.download import (
+    ChunkPlan,
+    ChunkSource,
+    MemorySink,
+    NotHeldError,
+    download,
+    fetch_digests,
+)
 from shoal.swarm.state.snapshot import Snapshot, State, chunk_size, chunks_in, encode, make
 from shoal.swarm.state.snapshot_cache import BUSY_S, SnapshotCache
 from shoal.swarm.wire.envelope import CHUNK
@@ -131,28 +138,39 @@ def test_a_snapshot_comes_from_all_who_hold_it(network):
     assert torch.equal(sink.content, wanted.content)
 
 
-def test_a_stream_serves_a_model_once(network):
-    """`models_per_hour` counts downloads: one stream that never ended took as many as the uplink
-    could send.
+def answered(network, server, id, chunk, nbytes):
+    """Return how often a chunk of so many bytes is sent on one stream to who asks 50 times, and the
+    error that ended it.
     """
-    wanted = made()
-    server, me = Server(network, wanted), network.host()
 
     async def work():
-        source, room, taken = (
-            ChunkSource(me, SWARM, wanted.id, *server.source),
-            bytearray(CHUNK),
-            0,
-        )
-        await source.take(None, memoryview(bytearray(len(wanted.digests))))
-        with contextlib.suppress(NetworkError):
-            while taken < 50:
-                await source.take(0, memoryview(room))
-                taken += 1
-        return taken
+        count = 0
+        with contextlib.closing(ChunkSource(network.host(), SWARM, id, *server.source)) as source:
+            try:
+                while count < 50:
+                    with contextlib.suppress(NotHeldError):
+                        await source.take(chunk, memoryview(bytearray(nbytes)))
+                    count += 1
+            except NetworkError as error:
+                return count, type(error)
+        return count, None
 
-    assert asyncio.run_coroutine_threadsafe(work(), network.loop).result(60) == 5
-    assert not server.kept._held[wanted.id].readers
+    return asyncio.run_coroutine_threadsafe(work(), network.loop).result(60)
+
+
+@pytest.mark.parametrize(("chunk", "nbytes"), [(5, 12), (0, CHUNK), (None, 6 * 32)])
+def test_a_stream_serves_a_chunk_once(network, chunk, nbytes):
+    """`models_per_hour` counts downloads: one stream that never ended took as many as the uplink
+    could send, or the last chunk, which has few bytes, without end.
+    """
+    wanted = made()
+    server = Server(network, wanted)
+    assert answered(network, server, wanted.id, chunk, nbytes) == (1, NetworkError)
+
+
+def test_a_stream_ends_at_what_is_not_held(network):
+    """The fault: a stranger asked for what nobody holds on one stream without end."""
+    assert answered(network, Server(network), bytes(32), 0, CHUNK) == (1, NetworkError)
 
 
 def test_wrong_chunk_is_fetched_elsewhere(network, caplog):
