@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -40,6 +42,12 @@ log = logging.getLogger(__name__)
 MAX_WAITING = 64  # callers that wait
 MAX_WAIT_ROUNDS = 64
 """Who wants a later one than this node's next ones would keep a place that others need."""
+COPIES_IN_A_ROW = 2
+"""For strangers: who is behind the others by a round is asked again at once."""
+REST_PER_COPY = 20
+"""Times as long as a copy took, in which strangers are made no more than `COPIES_IN_A_ROW`: their
+questions take a tenth of the training thread's time at most.
+"""
 
 DIVERGED = Answer(verdict="refuse", reason="its own have drifted too", round=0)
 FAR = Answer(verdict="busy", reason="it is far from that round", round=0)
@@ -51,8 +59,9 @@ class StateServer:
     The training thread makes the copy, so no half-updated weights are handed out.
 
     It holds at most two snapshots (`SnapshotCache`), each with 4 bytes for every value of the slow
-    weights and of the state that the rule shares. While both are being downloaded, further callers
-    get the later of the two rather than a new one.
+    weights and of the state that the rule shares. While both are being downloaded
+    (`SnapshotCache.full`), and for strangers a while after two copies, further callers get the
+    later of the two rather than a new one.
     """
 
     def __init__(
@@ -69,10 +78,13 @@ class StateServer:
         self._model = model
         self._shapes = tuple(shapes)
         self._names = pack_names(names)
-        self._wanted: dict[asyncio.Future[Snapshot | Answer], tuple[StateRequest, str]] = {}
-        """Callers that wait: what each asked for, and its peer id."""
+        self._wanted: dict[asyncio.Future[Snapshot | Answer], tuple[StateRequest, Stream]] = {}
+        """Callers that wait: what each asked for, and its stream."""
         self._places = StreamPlaces(MAX_WAITING)
         self._making = False
+        self._clock = clock
+        # When the rest after each of the last copies is over.
+        self._rests = deque([-math.inf] * COPIES_IN_A_ROW, COPIES_IN_A_ROW)
         self._resting: Callable[[], State] | None = None
         # Held while the weights are copied in a block of `at_rest`.
         self._copying = threading.Lock()
@@ -124,12 +136,20 @@ class StateServer:
         self._kept.expire()
         wanted = list(self._wanted.items())
         drifted = [
-            future for future, (request, peer) in wanted if self._keeps_its_own(request, peer)
+            future
+            for future, (request, stream) in wanted
+            if self._keeps_its_own(request, stream.peer_id)
         ]
         if drifted:
             with suppress(NetworkError):  # the host is closing
                 self._host.call(self._turn_away(drifted, DIVERGED), MESSAGE_S)
         if not wanted or self.diverged is not None or self._making:
+            return
+        began = self._clock()
+        if began < self._rests[0] and not any(stream.partner for _, (_, stream) in wanted):
+            self._making = True  # until they are answered
+            with suppress(NetworkError):  # the host is closing
+                self._host.submit(self._hand_out(None))
             return
         state = current()
         latest = state.round + MAX_WAIT_ROUNDS
@@ -157,6 +177,8 @@ class StateServer:
                     # step, or caller.
                     self._making = False
                     return
+                now = self._clock()
+                self._rests.append(now + REST_PER_COPY * (now - began))
                 self._host.submit(self._make(state, payload, version))
         except (NetworkError, OSError) as error:  # the host is closing, or a disk has failed
             self._making = False
@@ -229,7 +251,7 @@ class StateServer:
         if not self._places.take(stream):
             return Answer(verdict="busy", reason="too many wait for this peer", round=0)
         future: asyncio.Future[Snapshot | Answer] = asyncio.get_running_loop().create_future()
-        self._wanted[future] = request, stream.peer_id
+        self._wanted[future] = request, stream
         seconds = making_s(FLOAT32.nbytes(self._shapes))
         try:
             # Shows that this peer is awake.

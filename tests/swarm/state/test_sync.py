@@ -21,8 +21,9 @@ from shoal.swarm.state.download import ChunkSource
 from shoal.swarm.state.offers import STATE_PROTOCOL
 from shoal.swarm.state.query import ModelDiffersError, StateQuery
 from shoal.swarm.state.snapshot import State, chunks_in, encode, make, read
+from shoal.swarm.state.snapshot_cache import BUSY_S
 from shoal.swarm.state.spool import Spool, spool_for
-from shoal.swarm.state.state_server import MAX_WAIT_ROUNDS, StateServer
+from shoal.swarm.state.state_server import MAX_WAIT_ROUNDS, REST_PER_COPY, StateServer
 from shoal.swarm.state.sync import begin_fetch, fetch_state
 from shoal.swarm.wire.envelope import CHUNK, pack, unpack
 from shoal.swarm.wire.messages import Answer, StateHeader, StateRequest
@@ -519,6 +520,44 @@ def test_a_copy_that_fails_ends_neither_training_nor_serving(network, two, monke
     assert asked.internal_errors.report()["weights"]["count"] == 1
     server.offer(lambda: state)
     assert answer() == 5
+
+
+@pytest.mark.parametrize("is_partner", [False, True])
+def test_copies_for_strangers_take_little_of_training(network, two, is_partner):
+    """The fault: asking again and again took all of a training thread whose copies take long.
+
+    Mutants: no rest after copies; one after each; one without end; a partner, whose weights may
+    have diverged, gets old ones too.
+    """
+    asking, asked = two
+    clock = Clock()
+    server = StateServer(asked, SWARM, MODEL, [(4,)], clock)
+    handler = asked.handlers[STATE_PROTOCOL]
+    copied = []
+
+    async def marked(stream):
+        stream.partner = is_partner
+        await handler(stream)
+
+    def copying(round):
+        clock.now += 3.0
+        copied.append(round)
+        return State(round, [torch.zeros(4)], {}, [round - 1])
+
+    asked.serve(STATE_PROTOCOL, marked)
+
+    def offered(round):
+        answer = ask(network, asking, asked, astray=False)
+        server.offer(lambda: copying(round))
+        return answer()
+
+    assert offered(5) == 5
+    assert offered(6) == 6  # who was behind by a round
+    clock.now += BUSY_S + 1  # nobody downloads them
+    assert offered(7) == (7 if is_partner else 6)
+    clock.now += REST_PER_COPY * 3.0
+    assert offered(8) == 8
+    assert copied == ([5, 6, 7, 8] if is_partner else [5, 6, 8])
 
 
 def test_who_waits_for_a_copy_holds_no_thread_of_exchanges(network, two):
