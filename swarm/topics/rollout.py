@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import struct
+import sys
 from collections.abc import Sequence
 from typing import Annotated, Literal, NamedTuple
 
@@ -200,9 +201,11 @@ class Rollout(Message):
 
     @functools.cached_property
     def nbytes(self) -> int:
-        """About how much memory the record takes."""
+        """About how much memory the record takes; one emoji gives all of its text four bytes a
+        character.
+        """
         numbers = (*(self.tokens or ()), *(self.logps or ()), self.env_config)
-        return OVERHEAD_BYTES + sum(map(len, self.completions)) + sum(map(len, numbers))
+        return OVERHEAD_BYTES + sum(map(sys.getsizeof, self.completions)) + sum(map(len, numbers))
 
 
 def _tensor(data: bytes, dtype: torch.dtype) -> Tensor:

@@ -3,6 +3,7 @@ of record.
 """
 
 import os
+import sys
 import time
 import zlib
 
@@ -185,6 +186,22 @@ def test_the_pool_is_bounded_in_records_and_bytes():
         gossip.deliver(item)
     assert pool.drain() == records[2:]
     assert pool.counts["displaced"] == 2
+
+
+def test_the_pool_counts_memory_and_not_characters():
+    """Fault: an emoji makes each character take four bytes, of which one was counted.
+
+    Mutant: `nbytes` counts characters, or the bytes of UTF-8.
+    """
+    text = "x" * 20_000 + "\U0001f600"
+    limit = 200_000
+    pool, gossip, _ = pool_of(nbytes=limit)
+    for _ in range(6):
+        gossip.deliver(record(completions=(text, "")))
+    held = pool.drain()
+    taken = sum(sys.getsizeof(one) for rollout in held for one in rollout.completions)
+    assert taken <= limit
+    assert len(held) == 2
 
 
 def test_unknown_environments_are_refused_also_when_the_question_fails():
