@@ -33,7 +33,7 @@ from shoal.optim.weight_patch import (
     set_bits,
     whole_of,
 )
-from shoal.swarm.errors import MessageError, ShoalError
+from shoal.swarm.errors import MessageError, NetworkError, ShoalError
 from shoal.swarm.gossip.bodies import SERVE_S, BodyStore
 from shoal.swarm.membership.record_reader import MAX_CLOCK_AHEAD_S
 from shoal.swarm.p2p.rate_limit import RateLimit
@@ -57,6 +57,9 @@ WHOLES_A_MINUTE = 2
 """That one peer gets; patches beside them."""
 FIRST_S = 120.0
 """In which a node that begins may take over a first version."""
+RETRY_S = 30.0
+"""After which a version is fetched again where the network failed: a peer gets two wholes a minute.
+"""
 
 Addresses = Callable[[str], Sequence[str]]
 
@@ -202,6 +205,11 @@ class PolicyFollower:
         self._heard: PolicyVersion | None = None
         self._has_news = threading.Event()
         self._tried: PolicyVersion | None = None
+        """The newest version whose fetch was begun, or that does not fit."""
+        self._retry_at = 0.0
+        """When a version may be fetched again, by the monotonic clock."""
+        self._failure = ""
+        """Why the last fetch took over nothing, in words."""
         self._fetching: concurrent.futures.Future[tuple[PolicyVersion, Tensor]] | None = None
         self._held: tuple[bytes, Tensor] | None = None
         """Digest and bits of the weights; None before the first round."""
@@ -232,14 +240,28 @@ class PolicyFollower:
             if self._fetching is not None:
                 concurrent.futures.wait([self._fetching], left_s)
             else:
+                if self._heard is not self._tried:
+                    left_s = min(left_s, max(0.0, self._retry_at - time.monotonic()))
                 self._has_news.wait(left_s)
                 self._has_news.clear()
             if self._advance(weights):
                 self._say(f"the policy is that of peer {short(self._leader)}, as of {self.version}")
                 return
-        self._say(
-            f"peer {short(self._leader)} published no policy that fits within {self._first_s:.0f} "
-            "s, so this node begins with its own: set rl.publish there, and the same rl.policy here"
+        self._say(self._why_none())
+
+    def _why_none(self) -> str:
+        """Return why no first version was taken over, for people."""
+        leader = short(self._leader)
+        within = f"within {self._first_s:.0f} s"
+        why = "it is still being fetched" if self._fetching is not None else self._failure
+        if why:
+            return (
+                f"the policy of peer {leader} was not taken over {within} ({why}), so this node "
+                "begins with its own"
+            )
+        return (
+            f"peer {leader} published no policy that fits {within}, so this node begins with its "
+            "own: set rl.publish there, and the same rl.policy here"
         )
 
     def _advance(self, weights: Sequence[Tensor]) -> bool:
@@ -256,6 +278,10 @@ class PolicyFollower:
             heard, bits = fetched.result()
         except (ShoalError, concurrent.futures.CancelledError) as error:
             self.counts["refused"] += 1
+            self._failure = str(error).rstrip(".")
+            if isinstance(error, NetworkError):
+                self._tried = None
+                self._retry_at = time.monotonic() + RETRY_S
             log.warning("a version of the policy was not taken over: %s", error)
             return False
         set_bits(weights, bits)
@@ -265,9 +291,11 @@ class PolicyFollower:
         return True
 
     def _begin(self) -> bool:
-        """Begin to fetch the newest version, once; return whether this node has it already."""
+        """Begin to fetch the newest version, once, or again where the network failed; return
+        whether this node has it already.
+        """
         heard = self._heard
-        if heard is None or heard is self._tried:
+        if heard is None or heard is self._tried or time.monotonic() < self._retry_at:
             return False
         self._tried = heard
         assert self._held is not None

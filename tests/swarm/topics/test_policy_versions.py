@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from shoal.optim.weight_patch import bits_of, digest_of, encode
-from shoal.swarm.errors import MessageError
+from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.p2p.stream import short
 from shoal.swarm.topics import policy_versions
 from shoal.swarm.topics.policy_versions import (
@@ -203,6 +203,64 @@ def test_version_that_is_gone_is_left_for_the_next(network):
     pair.train(2)
     pair.follow(2)
     assert pair.is_equal
+
+
+def break_first(pair, tries, error):
+    """Let the first ``tries`` fetches of the follower fail; return what it asked for."""
+    whole = pair.follower._store.fetch
+    asked = []
+
+    async def fetch(peer, sha256, nbytes, timeout):
+        asked.append(sha256)
+        if len(asked) <= tries:
+            raise error
+        return await whole(peer, sha256, nbytes, timeout)
+
+    pair.follower._store.fetch = fetch
+    return asked
+
+
+def test_first_version_is_fetched_again_after_a_break(network, monkeypatch):
+    """Fault: it was tried once, and the node began with its own weights 120 s later.
+
+    Mutant: `_tried` stays set when the network failed.
+    """
+    monkeypatch.setattr(policy_versions, "RETRY_S", 0.0)
+    pair = Pair(network)
+    asked = break_first(pair, 2, NetworkError("the stream ended early."))
+    pair.train(0)
+    pair.follow()
+    assert pair.is_equal
+    assert len(asked) == 3
+    assert pair.said == [f"the policy is that of peer {short(pair.host.peer_id)}, as of 0"]
+
+
+def test_failed_fetch_is_repeated_only_after_a_pause(network, monkeypatch):
+    """Mutants: each round fetches again at once; what was refused is fetched again; the node says
+    that nothing was published.
+    """
+    monkeypatch.setattr(policy_versions, "RETRY_S", 3600.0)
+    pair = Pair(network, first_s=0.3)
+    asked = break_first(pair, 1, NetworkError("the stream ended early."))
+    pair.train(0)
+    pair.follow()
+    assert pair.said == [
+        f"the policy of peer {short(pair.host.peer_id)} was not taken over within 0 s (the stream "
+        "ended early), so this node begins with its own"
+    ]
+    pair.follow(1)
+    assert len(asked) == 1
+    pair.follower._retry_at = 0.0  # the pause is over
+    pair.follow(2)
+    assert len(asked) == 2
+    assert pair.is_equal
+    refused = Pair(network, first_s=0.3)
+    asked = break_first(refused, 1, MessageError("the body is another."))
+    refused.train(0)
+    refused.follow()
+    refused.follow(1)
+    assert len(asked) == 1
+    assert "(the body is another)" in refused.said[0]
 
 
 def test_only_the_leaders_newest_record_counts(network):
