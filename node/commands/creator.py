@@ -4,15 +4,14 @@ changes of a swarm that runs.
 
 from __future__ import annotations
 
-import asyncio
 import difflib
 import json
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
-from statistics import median_high
+from statistics import median_low
 from typing import Any
 
 from pydantic import ValidationError
@@ -29,10 +28,11 @@ from shoal.swarm.changes import ChangePart, described, extended, refusal
 from shoal.swarm.errors import AdmissionError, IdentityError, NetworkError
 from shoal.swarm.identity import Identity
 from shoal.swarm.manifest import Manifest
-from shoal.swarm.membership.change_exchange import newest_change, swap_change
+from shoal.swarm.membership.change_exchange import asking_order, newest_of, swap_with
 from shoal.swarm.membership.visit import connected, open_directory, visited
+from shoal.swarm.p2p.addresses import of_ranges
 from shoal.swarm.p2p.host import Host
-from shoal.swarm.wire.envelope import seal
+from shoal.swarm.wire.envelope import MAX_COUNT, seal
 from shoal.swarm.wire.messages import Member
 
 # -- the creator's key -----------------------------------------------------------------------------
@@ -186,8 +186,7 @@ def _inviting(swarm: str, addresses: Sequence[str], invitation: str) -> Link:
 
 # -- changes ---------------------------------------------------------------------------------------
 
-MOST_TOLD = 64  # members that a change is handed to; the others take it from them
-ANSWER_S = 20.0  # seconds for all of them together
+MOST_ASKED = 64  # members that are asked, and get the change; the others take it from them
 NEXT = 1  # rounds from now on at which a change counts, if no round is named
 
 
@@ -280,59 +279,64 @@ def _changed(
     """
     with visited(link) as (host, manifest, members, _):
         identity = creator_key(manifest, path, "change its settings")
-        if not members:
+        asked = asking_order(members.values(), host.met)[:MOST_ASKED]
+        replies, _ = swap_with(host, link.swarm, asked, b"")
+        there = {peer: members[peer] for peer in replies}
+        if not there:
             raise NetworkError(
                 "No member of the swarm is there to take the change: start a node first, or try "
                 "again."
             )
-        now = _round_of(manifest, members)
+        now = _round_of(manifest, there.values(), host.met)
         if at is not None and at <= now:
             raise ConfigError(
                 f"Round {at} is over, for the swarm is in round {now}: leave --at out, or name a "
                 "later one."
             )
-        before = newest_change(host, link.swarm, manifest, members)
-        if before is None and any(member.change for member in members.values()):
-            raise NetworkError(
-                "The settings were changed before, and no member served that change: try again."
-            )
+        before = newest_of(replies.values(), link.swarm, manifest)
         round = now + NEXT if at is None else at
-        part = ChangePart(round=round, **fields_of(manifest, members, round))
+        part = ChangePart(round=round, **fields_of(manifest, there, round))
         try:
             made = extended(before, manifest, link.swarm, part, now=now, least=int(time.time()))
         except ValueError as error:
             raise ConfigError(f"The swarm's settings cannot change so: {error}.") from None
-        told, problems = _tell(host, link.swarm, members, seal(made, identity))
+        told, problems = _tell(host, link.swarm, list(there.values()), seal(made, identity))
         if not told:
             raise NetworkError(
                 f"No member took the change ({next(iter(problems), 'none answered')}): try again."
             )
-    return _report(manifest, part, members, told, now)
+    report = _report(manifest, part, members, told, now)
+    newest = 0 if before is None else before.number
+    unserved = [member for member in members.values() if member.change > newest]
+    if unserved:
+        report["said"] += (
+            f" {plural(len(unserved), 'member')} stated an earlier change that nobody served: if "
+            "you made one, set its values again, for this change replaces it."
+        )
+    return report
 
 
-def _round_of(manifest: Manifest, members: Mapping[str, Member]) -> int:
-    """Return the round that the swarm is in, by the median of its members."""
+def _round_of(manifest: Manifest, members: Iterable[Member], met: Mapping[str, str]) -> int:
+    """Return the round that the swarm is in: the lower median of ``members``, with one vote for
+    each address range at which some were ``met``.
+
+    It is bounded so that the next round and its steps are counts.
+    """
     fragments = manifest.outer.fragments_a_round
-    return median_high(member.round // fragments for member in members.values())
+    every = manifest.outer.resolved().every or 1
+    rounds = ((member.peer, member.round // fragments) for member in members)
+    return min(median_low(of_ranges(rounds, met)), MAX_COUNT // every - NEXT)
 
 
 def _tell(
-    host: Host, swarm: str, members: Mapping[str, Member], sealed: bytes
+    host: Host, swarm: str, members: Sequence[Member], sealed: bytes
 ) -> tuple[list[str], list[str]]:
     """Hand a change to members; return which took it, and what was wrong with the others."""
-    some = list(members.values())[:MOST_TOLD]
-
-    async def told() -> list[Any]:
-        calls = (swap_change(host, one.peer, one.addresses, swarm, sealed) for one in some)
-        return await asyncio.gather(*calls, return_exceptions=True)
-
+    replies, problems = swap_with(host, swarm, members, sealed)
     took = []
-    problems = []
-    for member, reply in zip(some, host.call(told(), ANSWER_S), strict=True):
-        if isinstance(reply, BaseException):
-            problems.append(str(reply).rstrip("."))
-        elif reply.change == sealed:
-            took.append(member.peer)
+    for peer, reply in replies.items():
+        if reply.change == sealed:
+            took.append(peer)
         else:
             problems.append(reply.reason.rstrip(".") or "a member has another change")
     return took, problems

@@ -2,9 +2,10 @@
 by the directory.
 
 Each member's record in the directory has the number of the newest change that it holds. A node that
-sees a higher number than its own asks that member for the change. So newcomers, members that were
-away and the two sides of a partition all get it by the reading of the directory that they do
-anyway. Whoever signs a change hands it to some members, and needs to be no member.
+sees a higher number than its own asks that member for the change; those that it has met come first.
+So newcomers, members that were away and the two sides of a partition all get it by the reading of
+the directory that they do anyway. Whoever signs a change hands it to some members, and needs to be
+no member.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from shoal.swarm.changes import (
@@ -28,19 +29,23 @@ from shoal.swarm.changes import (
 )
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.manifest import Manifest
-from shoal.swarm.membership.change_exchange import MESSAGE_S, swap_change
+from shoal.swarm.membership.change_exchange import MESSAGE_S, asking_order, swap_change
 from shoal.swarm.p2p.counters import Counters
 from shoal.swarm.p2p.messages import receive_message, send_message
 from shoal.swarm.p2p.newest import Newest
 from shoal.swarm.p2p.stream import Stream, short
 from shoal.swarm.settings.training import TrainSettings
+from shoal.swarm.wire.messages import Member
 
 if TYPE_CHECKING:
     from shoal.swarm.membership.directory import Directory
     from shoal.swarm.p2p.host import Host
 
 LOOK_S = 2.0  # between two looks at the members' numbers, which use no network
-AGAIN_S = 60.0  # for which a member is not asked again: it may state a number that it does not have
+# for which a member is not asked again, first and at most: while it does not serve what it states,
+# the pause doubles
+PAUSE_S = 60.0
+MAX_PAUSE_S = 3600.0
 ASKED_AT_ONCE = 3  # members asked at a time
 MAX_ASKED = 1024
 
@@ -71,7 +76,8 @@ class ChangeKeeper:
         self._lock = threading.Lock()
         self._change: Change | None = None
         self._sealed = b""
-        self._asked = Newest[str, float](MAX_ASKED)
+        self._due = Newest[str, tuple[float, float]](MAX_ASKED)
+        """Peer -> when it may be asked again, and the pause until then."""
         self.counters = Counters()
         """Changes that were refused, by reason."""
         directory.own_record.change = lambda: self.number
@@ -141,27 +147,29 @@ class ChangeKeeper:
         """Ask some of the members whose number is higher than this node's."""
         now = self._clock()
         own = self.number
-        ahead = [
-            member
-            for member in self._directory.members().values()
-            if member.change > own and now - self._asked.get(member.peer, -AGAIN_S) >= AGAIN_S
-        ]
-        ahead.sort(key=lambda member: member.change, reverse=True)
-        for member in ahead[:ASKED_AT_ONCE]:
-            self._asked[member.peer] = now
-        await asyncio.gather(
-            *(self._ask(member.peer, member.addresses) for member in ahead[:ASKED_AT_ONCE])
-        )
+        ahead = []
+        for member in self._directory.members().values():
+            due, _ = self._due.get(member.peer, (now, 0.0))
+            if member.change > own and now >= due:
+                ahead.append(member)
+        asked = asking_order(ahead, self._host.met)[:ASKED_AT_ONCE]
+        for member in asked:
+            _, last_pause = self._due.get(member.peer, (now, 0.0))
+            pause = min(max(2 * last_pause, PAUSE_S), MAX_PAUSE_S)
+            self._due[member.peer] = now + pause, pause
+        await asyncio.gather(*(self._ask(member) for member in asked))
 
-    async def _ask(self, peer: str, addresses: Sequence[str]) -> None:
+    async def _ask(self, member: Member) -> None:
         try:
-            reply = await swap_change(self._host, peer, addresses, self._swarm, b"")
+            reply = await swap_change(self._host, member.peer, member.addresses, self._swarm, b"")
             if reply.change:
                 self.take(reply.change)
         except (NetworkError, MessageError) as error:
             if isinstance(error, MessageError):
                 self.counters.reject(error.reason)
-            log.info("peer %s served no change of the settings: %s", short(peer), error)
+            log.info("peer %s served no change of the settings: %s", short(member.peer), error)
+        if self.number >= member.change:
+            self._due.pop(member.peer, None)
 
     async def _answer(self, stream: Stream) -> None:
         request = await receive_message(stream, ChangeRequest, MESSAGE_S)

@@ -1,5 +1,5 @@
-"""A change of the settings goes from member to member, also to one that comes later; a liar costs a
-request a minute.
+"""A change of the settings goes from member to member, also to one that comes later; liars cost
+ever fewer requests, and do not keep it from anybody.
 """
 
 import time
@@ -11,8 +11,19 @@ from shoal.swarm.changes import Change, ChangePart, ChangeReply
 from shoal.swarm.errors import MessageError
 from shoal.swarm.identity import Identity
 from shoal.swarm.manifest import Manifest
-from shoal.swarm.membership.change_exchange import newest_change, swap_change
-from shoal.swarm.membership.change_keeper import CHANGE_PROTOCOL, ChangeKeeper
+from shoal.swarm.membership.change_exchange import (
+    MAX_ASKED,
+    asking_order,
+    newest_change,
+    swap_change,
+)
+from shoal.swarm.membership.change_keeper import (
+    ASKED_AT_ONCE,
+    CHANGE_PROTOCOL,
+    LOOK_S,
+    MAX_PAUSE_S,
+    ChangeKeeper,
+)
 from shoal.swarm.settings.training import TrainSettings
 from shoal.swarm.wire.envelope import pack, seal
 from tests.support.records import SWARM, member_of
@@ -123,8 +134,8 @@ def test_visitor_hands_over_and_hears_changes(network, keep):
     assert (reply.change, reply.reason) == (b"", f"this peer belongs to swarm {SWARM}")
 
 
-def test_invalid_number_costs_one_request_a_minute(network, keep):
-    """Fault: a member that states 2^53 is asked again and again, and hides those who have one."""
+def liar_of(network):
+    """Return a member that serves nothing, and a list that grows whenever it is asked."""
     liar = network.host()
     asked = []
 
@@ -134,15 +145,101 @@ def test_invalid_number_costs_one_request_a_minute(network, keep):
         await stream.send(pack(ChangeReply()), 2.0)
 
     liar.serve(CHANGE_PROTOCOL, nothing)
+    return liar, asked
+
+
+def test_invalid_number_costs_ever_fewer_requests(network, keep):
+    """Fault: a member that states 2^53 is asked again and again, and hides those who have one.
+
+    Mutant: its pause is a minute each time.
+    """
+    liar, asked = liar_of(network)
     honest, host = keep()
     honest.take(signed(5))
     keeper, _ = keep(**{liar.peer_id: lambda: 2**53, host.peer_id: lambda: 5})
     for _ in range(3):
         keeper.fetch(5.0)
     assert (len(asked), keeper.number) == (1, 5)
-    keep.now += 60.0
+    found = []
+    for pause in (60.0, 120.0, 240.0):
+        for wait in (pause - 1.0, 1.0):
+            keep.now += wait
+            keeper.fetch(5.0)
+            found.append(len(asked))
+    assert found == [1, 2, 2, 3, 3, 4]
+    for _ in range(9):
+        keep.now += MAX_PAUSE_S
+        keeper.fetch(5.0)
+    assert len(asked) >= 12  # never given up: it may have been unreachable
+
+
+def test_member_that_served_is_asked_again_at_once(network, keep):
+    """Mutant: a member is left alone for a minute although it served what it stated."""
+    first, host = keep()
+    first.take(signed(5))
+    second, _ = keep(**{host.peer_id: lambda: first.number})
+    second.fetch(5.0)
+    first.take(signed(6))
+    second.fetch(5.0)
+    assert second.number == 6
+
+
+def made_up(count):
+    return {Identity.ephemeral().peer_id: lambda: 2**53 for _ in range(count)}
+
+
+def test_met_member_is_asked_before_records_of_strangers(keep):
+    """Fault: the highest numbers came first, so made-up records kept the change from the members.
+
+    Mutants: the highest number first; the members as the directory has them.
+    """
+    honest, host = keep()
+    honest.take(signed(5))
+    keeper, own = keep(**made_up(20), **{host.peer_id: lambda: 5})
+    own.met[host.peer_id] = "10.1.0.1"
     keeper.fetch(5.0)
-    assert len(asked) == 2
+    assert keeper.number == 5
+
+
+def test_met_liars_do_not_starve_who_was_not_met(keep):
+    """Fault: 90 liars, each asked once a minute, took all the requests there are.
+
+    Mutant: the pause does not double.
+    """
+    honest, host = keep()
+    honest.take(signed(5))
+    liars = made_up(120)
+    keeper, own = keep(**liars, **{host.peer_id: lambda: 5})
+    own.met.update(dict.fromkeys(liars, "10.2.0.1"))
+    looks = 0
+    while keeper.number == 0:
+        keeper.fetch(5.0)
+        keep.now += LOOK_S
+        looks += 1
+        assert looks <= 3 * len(liars) / ASKED_AT_ONCE + 1
+
+
+def test_unknown_members_are_asked_as_drawn():
+    """Mutant: those that were not met come in the order of the directory, the same everywhere."""
+    members = [member_of(peer, change=1) for peer in made_up(100)]
+    assert asking_order(members, {}) != asking_order(members, {})
+    met = {members[60].peer: "10.1.0.1", members[70].peer: "10.1.0.2", members[80].peer: "10.2.0.1"}
+    first = [member.peer for member in asking_order(members, met)[:3]]
+    assert set(first) == set(met)
+    assert members[80].peer in first[:2]  # one of each address range in turn
+
+
+def test_visitor_asks_members_that_it_met_first(network, keep):
+    """Fault: eight made-up records hid the change from `shoal status`."""
+    keeper, host = keep()
+    keeper.take(signed(5))
+    stated = {**made_up(5 * MAX_ASKED), host.peer_id: lambda: 5}
+    members = {peer: member_of(peer, change=number()) for peer, number in stated.items()}
+    visitor = network.host()
+    visitor.met[host.peer_id] = "10.1.0.1"
+    found = newest_change(visitor, SWARM, MANIFEST, members)
+    assert found is not None
+    assert found.number == 5
 
 
 def test_a_visitor_finds_the_newest(network, keep):
