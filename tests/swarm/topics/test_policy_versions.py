@@ -2,6 +2,7 @@
 fit, else whole; and refuse all else.
 """
 
+import asyncio
 import concurrent.futures
 import hashlib
 from types import SimpleNamespace
@@ -261,6 +262,21 @@ def test_failed_fetch_is_repeated_only_after_a_pause(network, monkeypatch):
     refused.follow(1)
     assert len(asked) == 1
     assert "(the body is another)" in refused.said[0]
+
+
+def test_slow_first_version_is_not_called_unpublished(network):
+    """Fault: the node said that nothing was published while it was fetching it."""
+    pair = Pair(network, first_s=0.3)
+
+    async def never(peer, sha256, nbytes, timeout):
+        await asyncio.Event().wait()
+
+    pair.follower._store.fetch = never
+    pair.train(0)
+    pair.follower.begin_round(0, pair.taken)
+    pair.follower.close()
+    (said,) = pair.said
+    assert "was not taken over within 0 s (it is still being fetched)" in said
 
 
 def test_only_the_leaders_newest_record_counts(network):
