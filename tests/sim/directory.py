@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import NamedTuple, cast
 
+from shoal.swarm.access.policy import AccessPolicy
 from shoal.swarm.membership.bucket_index import Index
 from shoal.swarm.membership.directory import PRESENT, TTL_S
 from shoal.swarm.membership.directory_loops import HASTE_S, MIN_GAP_S, PERIOD_S
@@ -116,6 +117,7 @@ class SimDirectory:
         self._pressing = self._curious = False
         self._wake = asyncio.Event()
         self.own_record = SimpleNamespace(link=LinkUse)
+        self.access_policy = AccessPolicy(host.peer_id)
         self.nbytes = self.calls = 0
         """Bytes of records read and stored, and keys that were read or stored to."""
 
