@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import torch
 
 from shoal.optim import CO2, Alone, DiLoCo, NoLoCo, StreamingDiLoCo
+from shoal.swarm.access.policy import AccessPolicy
 from shoal.swarm.errors import NetworkError
 from shoal.swarm.exchange.context import PeerContext
 from shoal.swarm.exchange.group.exchange import GroupExchange
@@ -77,7 +78,7 @@ class Node:
         self.opt.exchange = self.exchange
         membership = SimpleNamespace(
             identity=self.host.identity,
-            directory=SimpleNamespace(members=self.members),
+            directory=SimpleNamespace(members=self.members, access_policy=AccessPolicy()),
             host=self.host,
             swarm=SWARM,
             manifest=SimpleNamespace(outer=OuterSettings()),
