@@ -6,6 +6,7 @@ Families judge differently, some in ways that a swarm cannot use:
 * Some evaluate the answer as Python (binary_matrix, one of the nine, calls ``eval`` on it), or
   parse it with sympy, which does the same. An answer comes from a stranger here, so these families
   are judged by comparison with the known answer instead.
+* Some take a time without bound for a short answer. What does not match `JUDGED` is worth 0.
 * Some give a few hundredths to any answer. An advantage is relative to the group, so a group of
   wrong answers would teach differences between them. Credits below `LEAST_CREDIT` count as 0.
 * propositional_logic has no single answer; its metadata hold an example. bf prints dots to stdout.
@@ -52,6 +53,19 @@ EVALUATES = re.compile(
 )
 """What the source of a family has that may evaluate an answer."""
 
+_OPERAND = r"[¬(\s]{0,8}[A-Z][)\s]{0,8}"
+JUDGED = {
+    # It takes the digits of an exponent for a power to compute.
+    "coin_flip": re.compile(r"[0-9.,/ ]+(e-?[0-9]{1,2})?"),
+    # It tries all truth values of the names in an answer: eight at most.
+    "propositional_logic": re.compile(rf"{_OPERAND}([∧∨→↔]{_OPERAND}){{0,7}}"),
+    # It moves a car by single places.
+    "rush_hour": re.compile(r"([A-Z][+-][0-9]\s*){1,200}"),
+}
+"""Form of the answers, without space around them, that these families may judge: each of their
+known answers has it.
+"""
+
 
 class Gym:
     """``family`` of reasoning-gym, with options of its configuration such as ``max_digits``."""
@@ -66,7 +80,7 @@ class Gym:
         )
         from reasoning_gym.factory import DATASETS
 
-        self.version = f"reasoning-gym {importlib.metadata.version('reasoning-gym')}, 1"
+        self.version = f"reasoning-gym {importlib.metadata.version('reasoning-gym')}, 2"
         self._families = NINE if family == "sapo9" else (family,)
         if family == "sapo9" and options:
             raise EnvError(
@@ -110,6 +124,9 @@ class Gym:
             if question.answer is None:
                 return 0.0
             return float(completion.split() == question.answer.split())
+        form = JUDGED.get(family)
+        if form is not None and form.fullmatch(completion.strip()) is None:
+            return 0.0
         try:
             with _STDOUT, contextlib.redirect_stdout(io.StringIO()):
                 credit = float(dataset.score_answer(completion, item))

@@ -73,6 +73,60 @@ def test_what_an_answer_breaks_is_worth_nothing():
     assert env.reward(env.question(1, 1), "(" * 20_000) == 0
 
 
+def judged(monkeypatch, family, text):
+    """Return whether ``family`` itself is given ``text``, and the reward."""
+    env = Gym(family)
+    question = env.question(1, 1)
+    _, dataset, _ = question.data
+    given = []
+    monkeypatch.setattr(dataset, "score_answer", lambda text, item: given.append(text) or 1.0)
+    reward = env.reward(question, text)
+    return given == [text], reward
+
+
+@pytest.mark.parametrize(
+    ("family", "text"),
+    [
+        ("propositional_logic", "∨".join("abcdefghijklmnopqrstuvwxyz")),
+        ("propositional_logic", "P∨PP∨PPP∨PPPP"),
+        ("propositional_logic", "P∨P P∨P  P"),
+        ("propositional_logic", "∨".join("PPPPPPPPP")),
+        ("propositional_logic", "¬" * 800),
+        ("propositional_logic", "(" * 9 + "P"),
+        ("propositional_logic", "(P ∧ Q)" * 3000),
+        ("coin_flip", "1e99999999"),
+        ("coin_flip", "1E+99999999"),
+        ("coin_flip", "1_0e-9_999_999"),
+        ("rush_hour", "F+99999999"),
+        ("rush_hour", "A+1" * 201),
+    ],
+)
+def test_an_answer_without_bound_is_not_judged(monkeypatch, family, text):
+    """The fault: 25 letters made propositional_logic list 2^25 assignments of truth values."""
+    assert judged(monkeypatch, family, text) == (False, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("family", "text"),
+    [
+        ("propositional_logic", " (¬P ∨ (Q ↔ R)) → ¬¬S\n"),
+        ("propositional_logic", "∨".join("PPPPPPPP")),
+        ("coin_flip", "6.103515625e-05"),
+        ("coin_flip", "1/4"),
+        ("rush_hour", "F+1 K+1 M-1\n"),
+    ],
+)
+def test_an_answer_of_the_right_form_is_judged(monkeypatch, family, text):
+    assert judged(monkeypatch, family, text) == (True, 1.0)
+
+
+@pytest.mark.parametrize("family", ["coin_flip", "propositional_logic"])
+def test_known_answers_have_the_form_that_is_judged(family):
+    env = Gym(family)
+    questions = [env.question(5, index) for index in range(40)]
+    assert all(env.reward(question, question.answer) > 0 for question in questions)
+
+
 def test_options_reach_the_family_and_mistakes_are_named():
     small = load_env("basic_arithmetic", {"max_digits": 1, "min_digits": 1, "max_terms": 2})
     assert all(len(small.made.question(1, index).answer) <= 3 for index in range(20))
