@@ -26,6 +26,8 @@ NOTIFY_S = 10.0
 """Between two lines for people."""
 MOST_SAID = 4
 """Reasons in such a line."""
+CHOICE_CONTEXT = "shoal/rl/choice/1"
+"""Of the signature, never sent, from which the choice among others' groups follows."""
 OWN_WITHOUT_SPREAD = "own_no_spread"
 """The reason of own groups with equal rewards: there is nothing to learn from them for anybody."""
 
@@ -58,7 +60,10 @@ class RolloutSharing:
         )
         me = f"{membership.swarm}:{membership.host.peer_id}"
         self._versions = self._make_versions(membership)
-        task.connect(self._pool, me, self._on_round, folder, self._versions)
+        # Only this node can make it, and a resumed run makes the same.
+        signature = membership.identity.sign(CHOICE_CONTEXT, membership.swarm.encode())
+        choice_seed = int.from_bytes(signature, "big")
+        task.connect(self._pool, me, self._on_round, folder, self._versions, choice_seed)
 
     def _make_versions(
         self, membership: Membership

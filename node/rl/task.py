@@ -131,6 +131,7 @@ class RLTask(Task):
         self._sharing: RolloutPool | None = None
         self._claiming: Claiming = lambda policy, seed, index: None
         self.questions = OwnQuestions(env, seed)
+        self._choice_seed = 0
         self._on_round: Callable[[RLRound], None] = lambda round: None
         self._versions: PolicyVersions | None = None
         self.totals = RoundTotals()
@@ -147,14 +148,17 @@ class RLTask(Task):
         on_round: Callable[[RLRound], None] = lambda round: None,
         folder: Path | None = None,
         versions: PolicyVersions | None = None,
+        choice_seed: int = 0,
     ) -> None:
         """Share rollouts through ``sharing``.
 
         ``me``: this node in this swarm, from which its questions follow. In another swarm they are
         others, because the weights may have come along (--resume-from). ``folder``: where it notes
         which it has asked. ``versions``: where the policy goes, or comes from, in each round.
+        ``choice_seed``: of the choice among others' groups; to be kept secret (`select`).
         """
         self._versions = versions
+        self._choice_seed = choice_seed
         self._sharing = sharing
         self.questions = self.questions.of_node(me, folder)
         self._on_round = on_round
@@ -198,7 +202,7 @@ class RLTask(Task):
             self.env,
             self.policy,
             self.held_out_prompts,
-            seed=self.questions.number("choice", 0),
+            seed=self._choice_seed,
             group=self.settings.group,
             max_tokens=self.max_tokens,
             corrected=self._corrects,

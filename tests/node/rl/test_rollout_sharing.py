@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from shoal.node.config.rl_settings import RLSettings
 from shoal.node.rl.loading import load_env
@@ -44,7 +45,7 @@ class Gossip:
             rejected[error.reason] = rejected.get(error.reason, 0) + 1
 
 
-def shared(policy, swarm=SWARM, **settings):
+def shared(policy, swarm=SWARM, identity=ME, **settings):
     """Return a node's rollouts in ``swarm``, with the records that it published as ``sent``."""
     clock = Clock()
     clock.now = NOW
@@ -53,6 +54,7 @@ def shared(policy, swarm=SWARM, **settings):
     gossip, sent = Gossip(), []
     membership = SimpleNamespace(
         gossip=gossip,
+        identity=identity,
         directory=directory,
         host=SimpleNamespace(peer_id=ME.peer_id),
         swarm=swarm,
@@ -94,6 +96,21 @@ def group(index, *texts, peer=OTHER.peer_id, seed=3, **changes):
         issued=NOW,
         **changes,
     )
+
+
+def test_choice_of_groups_follows_from_the_private_key(tiny):
+    """The fault: its seed was made of public values, so a sender could take all places."""
+    first = Identity(Ed25519PrivateKey.from_private_bytes(b"1" * 32))
+    second = Identity(Ed25519PrivateKey.from_private_bytes(b"2" * 32))
+    chosen = []
+    for identity in (first, first, second):
+        sharing = shared(tiny, identity=identity, local=0, external=1)
+        batches = sharing.task.batches(Shard(0, 1, 0))
+        for index in range(8):
+            sharing.gossip.deliver(group(index))
+        chosen.append([next(batches).prompts for _ in range(2)])
+    assert chosen[0] == chosen[1]
+    assert chosen[0] != chosen[2]
 
 
 def test_each_rollout_is_used_waiting_or_counted(sharing):
