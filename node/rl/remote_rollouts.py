@@ -199,9 +199,10 @@ class RemoteRollouts:
 
     def _judge(self, rollout: Rollout, round: int) -> _Kept | None:
         """Make the question anew, and compute this node's rewards. The sender decides neither."""
-        # Of its content alone, and equal for copies, whoever signed them: a copied group must not
-        # be learnt from twice.
-        content = json.dumps((rollout.seed, rollout.index, *rollout.completions))
+        texts = rollout.completions[: self._group]
+        # Of what would be learnt from it alone, and equal for copies, whoever signed them and in
+        # whatever order: a copied group must not be learnt from twice.
+        content = json.dumps((rollout.seed, rollout.index, *sorted(texts)))
         key = hashlib.sha256(content.encode()).hexdigest()
         if key in self._seen:
             self.rejected["duplicate"] += 1
@@ -212,7 +213,6 @@ class RemoteRollouts:
             if question.prompt in self._held_out:
                 self.rejected["held_out"] += 1
                 return None
-            texts = rollout.completions[: self._group]
             if max(map(len, texts)) > CHARS_PER_TOKEN * self._max_tokens + SPARE_CHARS:
                 raise ValueError("a completion is too long to be judged")
             rewards = self._env.rewards(question, texts)

@@ -538,6 +538,15 @@ def test_nobody_crowds_others_out_and_copies_are_known(tiny):
     assert pool.rejected["duplicate"] == 1
 
 
+def test_groups_that_differ_in_unused_completions_are_copies(tiny):
+    """The fault: each was learnt from, though only the first ``group`` completions are used."""
+    pool = foreign(tiny, group=2)
+    used = [right(), "zz"]
+    copies = [[*used, "a"], [*used, "b"], [*reversed(used), "a"]]
+    assert len(pool.take([record(texts) for texts in copies], 4, 0)) == 1
+    assert pool.rejected["duplicate"] == 2
+
+
 def test_the_loss_of_an_update_is_that_of_its_completions(tiny):
     rows = tuple(tuple(tiny.encode(text, True)) for text in ("a", "bc"))
     update = make_update([RolloutGroup("last: abc", rows, (1.0, 0.0), (None, (-0.5, -0.5, -0.5)))])
