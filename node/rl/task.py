@@ -287,6 +287,8 @@ class RLTask(Task):
         others: list[RolloutGroup] = []
         if self.settings.only == "share":
             own = []
+        elif self.settings.external == 0:
+            self.foreign.rejected["not_drawn"] += len(came)
         else:
             others = self.foreign.take(came, self.settings.external, number)
         self.totals.rounds += 1

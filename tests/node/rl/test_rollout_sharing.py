@@ -143,6 +143,19 @@ def test_each_rollout_is_used_waiting_or_counted(sharing):
     assert report["received"] == 2 + 3 + sum(counted.values())
 
 
+def test_who_learns_from_own_groups_alone_judges_none(tiny, monkeypatch):
+    sharing = shared(tiny, local=1, external=0)
+    batches = sharing.task.batches(Shard(0, 1, 0))
+    admitted = []
+    monkeypatch.setattr(sharing.task.foreign, "take", lambda *came: admitted.append(came) or [])
+    for index in range(3):
+        sharing.gossip.deliver(group(index))
+    next(batches)
+    assert admitted == []
+    report = sharing.report(None, None)
+    assert report["rejected"]["not_drawn"] == report["received"] == 3
+
+
 def test_each_round_says_which_groups_were_of_no_use(tiny, monkeypatch):
     """Those of others by the reason, and own ones whose rewards are equal."""
     monkeypatch.setattr("shoal.node.rl.rollout_sharing.NOTIFY_S", 0.0)
