@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
@@ -60,17 +61,18 @@ class Environment(Protocol):
 
 
 class GuardedEnvironment:
-    """The user's environment as Shoal calls it: what its methods raise, or return wrongly, is a
-    UserCodeError.
+    """The user's environment as Shoal calls it: by one thread at a time, though training and
+    verification both ask it. What its methods raise, or return wrongly, is a UserCodeError.
     """
 
     def __init__(self, made: Environment, name: str) -> None:
         self._made = made
+        self._lock = threading.Lock()
         self.version = made.version
         self.user_subject = f"Your environment {name!r}"
 
     def question(self, seed: int, index: int) -> Question:
-        with calling(self, "question()"):
+        with self._lock, calling(self, "question()"):
             found = self._made.question(seed, index)
         if not isinstance(found, Question) or not isinstance(found.prompt, str):
             raise UserCodeError(
@@ -79,7 +81,7 @@ class GuardedEnvironment:
         return found
 
     def reward(self, question: Question, completion: str) -> float:
-        with calling(self, "reward()"):
+        with self._lock, calling(self, "reward()"):
             found = self._made.reward(question, completion)
         try:
             return float(found)

@@ -2,13 +2,14 @@
 
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.node.rl.environment import HELD_OUT, Question, canonical
+from shoal.node.rl.environment import HELD_OUT, GuardedEnvironment, Question, canonical
 from shoal.node.rl.loading import load_env, load_policy
 from shoal.node.rl.policy import PolicyError
 from shoal.node.rl.strings import RULES, Strings
@@ -116,6 +117,31 @@ def test_each_mistake_is_one_sentence(spec, options, words):
     with pytest.raises(UserCodeError, match=words) as raised:
         load_env(spec, options)
     assert "\n" not in str(raised.value)
+
+
+def test_one_thread_at_a_time_calls_ones_own_environment():
+    """The fault: training and verification called it together, which few environments bear."""
+    rewarded = threading.Event()
+
+    class Slow(Odd):
+        overlapped = False
+
+        def question(self, seed, index):
+            other.start()
+            self.overlapped = rewarded.wait(0.3)  # where threads exclude each other it comes later
+            return Question("q")
+
+        def reward(self, question, completion):
+            rewarded.set()
+            return 0.0
+
+    slow = Slow()
+    guarded = GuardedEnvironment(slow, "Slow")
+    other = threading.Thread(target=guarded.reward, args=(Question("q"), "a"))
+    guarded.question(1, 2)
+    other.join(10)
+    assert rewarded.is_set()
+    assert not slow.overlapped
 
 
 @pytest.mark.parametrize(
