@@ -117,7 +117,8 @@ class Checker:
         ``knows(claim.model)``.
 
         Raises NotCheckable if this node cannot tell: a dtype that was not calibrated, no snapshot,
-        or numbers that overflow in the own dtype; and whatever making the own policy raises.
+        an environment that fails, or numbers that overflow in the own dtype; and whatever making
+        the own policy raises.
         """
         begin = time.perf_counter()
         statistics: dict[str, float] = {"tokens": float(claim.tokens)}
@@ -204,10 +205,11 @@ class Checker:
             )
         try:
             return self._env.made.question(material.seed, material.index).prompt
-        # A user's code, given a stranger's numbers.
+        # Every pair of numbers has a question, so the user's environment is at fault here.
         except Exception as error:
-            raise _Wrong(
-                f"The environment has no question of these numbers ({type(error).__name__})."
+            raise NotCheckable(
+                f"The claim cannot be checked: this node's environment failed to make the question "
+                f"({type(error).__name__})."
             ) from error
 
     def _rows(self, claim: Claim, material: Material) -> list[tuple[int, ...]]:

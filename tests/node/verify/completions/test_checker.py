@@ -365,17 +365,19 @@ def test_snapshots_survive_a_refused_one(world):
     assert checker.check(claim, proven.material, None).accepted
 
 
-def test_a_question_that_an_environment_fails_at_is_refused(world):
+def test_failure_of_ones_own_environment_blames_no_author(world):
+    """The fault: it became a vote against the claim."""
+
     class Picky(Strings):
         def question(self, seed, index):
             if index == 5:
-                raise KeyError("no such question")
+                raise OSError("Too many open files")
             return super().question(seed, index)
 
     proven = world.proven(5)
     picky = dataclasses.replace(world, env=dataclasses.replace(world.env, made=Picky()))
-    reason = refused(picky, world.claim(proven), proven.material)
-    assert reason == "The environment has no question of these numbers (KeyError)."
+    with pytest.raises(NotCheckable, match=r"environment failed .* \(OSError\)"):
+        picky.check(proven)
 
 
 def test_evidence_is_bounded_whatever_the_reason():
