@@ -61,10 +61,13 @@ class Draw:
         """
         return now < self.starts + self.times.total_s
 
+    def shows_votes(self, now: float) -> bool:
+        """Return whether votes are revealed even if a verifier has not committed."""
+        return now >= self.starts + self.times.commit_s + self.times.skew_s
+
     def is_revealing(self, now: float) -> bool:
         all_in = len(self.commitments) == len(self.verifiers)
-        alone = now >= self.starts + self.times.commit_s + self.times.skew_s
-        return self.takes_reveals(now) and (all_in or alone)
+        return self.takes_reveals(now) and (all_in or self.shows_votes(now))
 
     def is_over(self, now: float) -> bool:
         """Return whether the marks are final: time is up, or all votes are there."""

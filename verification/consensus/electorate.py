@@ -12,6 +12,7 @@ not, unless no more than sit in a draw are left.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Collection
 
 import msgpack
 
@@ -22,9 +23,15 @@ from shoal.verification.consensus.sortition import OPENS, Electorate, beacon, is
 
 
 def electorate(
-    run: str, round: int, ledger: Ledger, electorates: Electorates, rules: Rules, table: Table
+    run: str,
+    round: int,
+    ledger: Ledger,
+    electorates: Electorates,
+    rules: Rules,
+    table: Table,
+    late: Collection[bytes] = (),
 ) -> Electorate:
-    """Compute the electorate of ``round``.
+    """Compute the electorate of ``round``; ``late``: commitments whose salts do not count.
 
     Verifiers are drawn for claims of voters, and at random for `Rules.strangers` of others, if the
     audit picks them, unless their author used the slot twice, had not entered in time, or is
@@ -32,7 +39,7 @@ def electorate(
     """
     begins = round + OPENS
     voters = _voters(round, ledger, rules, table)
-    seed = beacon(run, round, salts(round - 1, ledger, electorates, rules))
+    seed = beacon(run, round, salts(round - 1, ledger, electorates, rules, late))
     admitted: set[bytes] = set()
     strange: list[bytes] = []
     for claim in ledger.claims():

@@ -349,7 +349,15 @@ class Participant:
             return
         self._forget()
         self.table = self._compute_table(known.ledger, self.base, known.electorates)
-        own = electorate(self.run, round, known.ledger, known.electorates, self.rules, self.table)
+        own = electorate(
+            self.run,
+            round,
+            known.ledger,
+            known.electorates,
+            self.rules,
+            self.table,
+            known.late,
+        )
         view = View(
             peer=self.peer, run=self.run, round=round, root=root(own), table=self.table.digest
         )

@@ -111,6 +111,8 @@ class Consensus:
         self.limits = limits or Limits()
         self.ledger = Ledger()
         self.electorates: dict[int, Electorate] = {}
+        self.late: set[bytes] = set()
+        """Ids of commitments that came when votes of their draw were shown."""
         self.counts: Counter[str] = Counter()
         self._window = RecordWindow(0, clock(), self.times.skew_s)
         self.views: Callable[[View], None] = lambda view: None
@@ -199,6 +201,7 @@ class Consensus:
         self._signatures = {
             key: value for key, value in self._signatures.items() if key in self.ledger
         }
+        self.late = {key for key in self.late if key in self.ledger}
         self.cases.keep(ledger)
 
     def duties(self, peer: str) -> list[Duty]:
@@ -344,6 +347,8 @@ class Consensus:
             raise Refused("A verdict was refused: it has another number of verifiers.", "unfit")
         has_stated = bool(earlier)
         self.ledger.add(record)
+        if isinstance(record, Commitment) and draw.shows_votes(came):
+            self.late.add(record.id)
         if has_stated:
             draw.contradicted.add(record.peer)
             raise Refused(

@@ -289,21 +289,32 @@ def is_plant(
     return drawn and belongs(opening.link, entry.anchor, claim.round - entry.round)
 
 
-def salts(round: int, ledger: Ledger, electorates: Electorates, rules: Rules) -> list[bytes]:
+def salts(
+    round: int,
+    ledger: Ledger,
+    electorates: Electorates,
+    rules: Rules,
+    late: Collection[bytes] = (),
+) -> list[bytes]:
     """Return the salts of the votes that count on claims of ``round``: they make the beacon of
-    ``round + 1``.
+    ``round + 1``. Left out is what could be chosen when the others' salts were known: votes in
+    draws after the deciding one, and those of ``late`` commitments, by id.
     """
     found: list[bytes] = []
     for claim in ledger.claims():
         if claim.round != round:
             continue
         for attempt, drawn in enumerate(first_draws(claim, electorates, rules)):
-            marks = trial(ledger, claim.id, attempt, drawn).marks
-            for peer, mark in zip(drawn, marks, strict=True):
+            made = trial(ledger, claim.id, attempt, drawn)
+            for peer, mark in zip(drawn, made.marks, strict=True):
                 if mark not in VOTES:
                     continue
+                commitments = ledger.ballots(Commitment, claim.id, attempt, peer)
                 reveals = ledger.ballots(Reveal, claim.id, attempt, peer)
-                # An author who revealed two salts could choose between them.
-                if len(reveals) == 1:
+                # An author of two salts could choose between them.
+                is_single = len(commitments) == len(reveals) == 1
+                if is_single and commitments[0].id not in late:
                     found.append(reveals[0].salt)
+            if made.decision is not None:
+                break
     return sorted(found)

@@ -241,6 +241,20 @@ def test_late_reveals_are_refused_but_known_to_the_ledger():
     assert scene.consensus.duties(seats[0])[0].marks[0] == "withheld"
 
 
+@pytest.mark.parametrize(("second", "late"), [(11.9, False), (12.0, True)])
+def test_commitments_are_late_once_votes_are_shown(second, late):
+    """Also a second one of the same verifier; and they go with their records."""
+    scene = Scene()
+    claim, seats = scene.drawn()
+    commitment, _, again = parts(claim, seats[0], "twice")
+    scene.now += second
+    scene.refused(commitment, "late")
+    scene.refused(again, "contradiction")
+    assert scene.consensus.late == ({commitment.id, again.id} if late else set())
+    scene.consensus.keep(Ledger())
+    assert scene.consensus.late == set()
+
+
 def test_no_shows_lead_to_another_draw_at_most_twice():
     scene = Scene()
     claim, seats = scene.drawn()

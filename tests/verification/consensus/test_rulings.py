@@ -8,10 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shoal.verification.consensus.electorate import electorate
 from shoal.verification.consensus.ledger import Ledger
+from shoal.verification.consensus.log import EMPTY
 from shoal.verification.consensus.records import Commitment, Opening, Reveal, Verdict, hide
 from shoal.verification.consensus.rulings import decide, quorum, rule, salts, second_draw, trial
-from tests.support.consensus_stories import BEHAVIOURS, RULES, Story, claim_of, digest
+from shoal.verification.consensus.sortition import Electorate, beacon
+from tests.support.consensus_stories import BEHAVIOURS, RULES, Story, ballots, claim_of, digest
 
 PEERS = tuple(f"p{number:02}" for number in range(24))
 BEHAVIOUR = st.sampled_from(BEHAVIOURS)
@@ -225,6 +228,46 @@ def test_salts_are_those_of_votes_that_count():
     expected = sorted(digest("salt", claim.id, 0, peer) for peer in (seats[0], seats[2]))
     assert salts(10, Ledger(story.records), story.electorates, story.rules) == expected
     assert salts(11, Ledger(story.records), story.electorates, story.rules) == []
+
+
+def test_draws_after_the_deciding_one_give_no_salts():
+    """Who sits in a draw that nobody needed could vote when all other salts are known."""
+    story = Story(PEERS)
+    claim = story.claim(PEERS[0])
+    expected = salts(10, Ledger(story.records), story.electorates, story.rules)
+    story.vote(claim.id, 1, story.verifiers(claim)[1], ("valid",) * 3)
+    assert salts(10, Ledger(story.records), story.electorates, story.rules) == expected
+    undecided = story.claim(PEERS[1], behaviours=("valid", "absent", "absent"))
+    story.vote(undecided.id, 1, story.verifiers(undecided)[1], ("valid",) * 3)
+    found = salts(10, Ledger(story.records), story.electorates, story.rules)
+    assert len(found) == len(expected) + 3
+
+
+def test_salts_committed_to_late_make_no_beacon():
+    story = Story(PEERS)
+    claim = story.claim(PEERS[0])
+    seats = story.verifiers(claim)[0]
+    late = ballots(claim.id, 0, seats[1], "valid")[0][0]
+    expected = sorted(digest("salt", claim.id, 0, peer) for peer in (seats[0], seats[2]))
+    ledger = Ledger(story.records)
+    assert salts(10, ledger, story.electorates, story.rules, {late.id}) == expected
+    claims = frozenset({claim.id})
+    here = dict(story.electorates)
+    here[10] = Electorate(10, here[10].beacon, here[10].operators, claims)
+    made = electorate("run", 11, ledger, here, story.rules, EMPTY, {late.id})
+    assert made.beacon == beacon("run", 11, expected)
+
+
+def test_the_salt_of_who_committed_twice_makes_no_beacon():
+    """It could reveal the second, made when all who had committed had revealed."""
+    story = Story(PEERS)
+    claim = story.claim(PEERS[0])
+    seats = story.verifiers(claim)[0]
+    first = ballots(claim.id, 0, seats[1], "valid")[0][0]
+    again = Commitment(**{**first.model_dump(), "digest": digest("another")})
+    expected = sorted(digest("salt", claim.id, 0, peer) for peer in (seats[0], seats[2]))
+    ledger = Ledger([*story.records, again])
+    assert salts(10, ledger, story.electorates, story.rules) == expected
 
 
 def test_the_salt_of_who_revealed_twice_makes_no_beacon():

@@ -8,7 +8,7 @@ import pytest
 
 from bench._votes_peers import Peer, is_right
 from bench.votes_simulation import START, Swarm, World
-from shoal.verification.consensus.records import Claim
+from shoal.verification.consensus.records import Claim, Commitment
 from shoal.verification.consensus.reputation import compute_scores
 from shoal.verification.consensus.rulings import Rules
 from shoal.verification.consensus.voter import Checked
@@ -235,6 +235,21 @@ def test_a_clock_that_is_a_second_off_does_no_harm(seconds):
     assert not any(
         agreed(swarm).standings["honest-5"].votes[bad] for bad in ("absent", "withheld", "against")
     )
+
+
+def test_who_saw_late_commitments_takes_what_most_state():
+    """Its own electorate has another beacon, so it pulls that of the others."""
+
+    def see_late(round):
+        known = swarm.peer("honest-4").participant.consensus
+        known.late.update(record.id for record in known.ledger if isinstance(record, Commitment))
+
+    swarm = Swarm(HONEST, WORLD)
+    swarm.run(10, see_late)
+    assert swarm.pulled > 0
+    first, *others = (peer.participant.consensus.electorates for peer in swarm.peers)
+    assert all(electorates == first for electorates in others)
+    assert any(electorate.operators for electorate in first.values())
 
 
 @pytest.mark.parametrize(("rounds", "reason"), [(2, "future"), (-2, "late")])
