@@ -25,7 +25,14 @@ from shoal.swarm.topics.attestation import verify_record
 from shoal.swarm.topics.verification_log import fetch_log
 from shoal.swarm.wire.messages import Member
 from shoal.verification.consensus.ledger import Ledger
-from shoal.verification.consensus.log import Log, decode_log
+from shoal.verification.consensus.log import (
+    MOST_PAIRS,
+    Log,
+    decode_log,
+    is_stale,
+    pairs_to_draw,
+)
+from shoal.verification.consensus.records import Claim
 from shoal.verification.consensus.reputation import ScoreRules, Standing, Table, compute_scores
 from shoal.verification.consensus.rulings import Rules
 from shoal.verification.consensus.sortition import SETTLED
@@ -43,17 +50,24 @@ def rules_of(verify: VerifySettings) -> Rules:
 
 def table_of(log: Log, swarm: str, rules: Rules, round: int) -> Table:
     """Compute the standings at the end of ``round`` from the records in ``log`` whose signature is
-    valid.
+    valid. Raises ValueError if that would take minutes, as no honest log does.
     """
+    oldest = round - 2 * rules.kept_rounds
     records = []
     for signed in log.records:
         record = signed.record
         is_of_swarm = getattr(record, "run", swarm) == swarm
-        if is_of_swarm and verify_record(record.peer, record.encoded, signed.signature):
+        is_forgotten = isinstance(record, Claim) and record.round < oldest
+        if not is_of_swarm or is_forgotten:
+            continue
+        if verify_record(record.peer, record.encoded, signed.signature):
             records.append(record)
+    ledger = Ledger(records)
     electorates = {electorate.round: electorate for electorate in log.electorates}
+    if is_stale(log.base, round, rules) or pairs_to_draw(log.electorates, ledger) > MOST_PAIRS:
+        raise ValueError("A log is too old, or has more voters and claims than a swarm can have.")
     return compute_scores(
-        Ledger(records), electorates, rules, ScoreRules(), max(round, log.base.round), log.base
+        ledger, electorates, rules, ScoreRules(), max(round, log.base.round), log.base
     )
 
 
@@ -97,9 +111,9 @@ def _reputations(
     for peer in secrets.SystemRandom().sample(sorted(members), min(ASKED_MEMBERS, len(members))):
         try:
             log = decode_log(fetch_log(host, peer, members[peer].addresses, swarm, 0, LOG_S))
+            found[peer] = table_of(log, swarm, rules, round)
         except (NetworkError, MessageError, ValueError):
             continue
-        found[peer] = table_of(log, swarm, rules, round)
     if members and not found:
         raise NetworkError(
             "No member of the swarm served its log of verification: try again in a minute."

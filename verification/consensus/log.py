@@ -17,32 +17,37 @@ from __future__ import annotations
 
 import struct
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import msgpack
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from shoal.verification.consensus.protocol import Limits
+from shoal.verification.consensus.ledger import Ledger
 from shoal.verification.consensus.records import (
     LIMIT,
     MAX_MSGPACK_ITEMS,
     Claim,
+    Dispute,
     Hash,
+    Opening,
     Peer,
     Round,
     Signed,
     decode,
 )
-from shoal.verification.consensus.reputation import Standing, Table
+from shoal.verification.consensus.reputation import MOST_STANDINGS, Standing, Table
+from shoal.verification.consensus.rulings import Rules
 from shoal.verification.consensus.sortition import Electorate
 
 MOST_BYTES = 8 << 20
 """Bytes of a log."""
 MOST_FRAMES = 1 << 18
 """Frames of a log."""
-MOST_PAIRS = 1 << 24
-"""Voters times claims of their round: each pair costs a hash at the draw, all of them a minute."""
+MOST_PAIRS = 1 << 20
+"""Voters times cases of their round, in all rounds of a log: as of 200 peers whose claims are all
+checked. Each pair costs a hash and its place in the order of a draw, all of them some seconds.
+"""
 MOST_FRAME = LIMIT + 512
 """Bytes of a frame."""
 MOST_SIGNATURE = 256
@@ -109,6 +114,31 @@ def decode_log(data: bytes) -> Log:
     return reader.log()
 
 
+def pairs_to_draw(electorates: Iterable[Electorate], ledger: Ledger) -> int:
+    """Return how many peers are ranked, counted once for each case of ``ledger``, to rule by these
+    ``electorates``.
+    """
+    known = {electorate.round: electorate for electorate in electorates}
+    voters = Counter({round: len(electorate.operators) for round, electorate in known.items()})
+    pairs = 0
+    for record in ledger:
+        if isinstance(record, Dispute | Opening):
+            # Those who voted on the claim are not drawn again.
+            pairs += voters[record.round] + voters[ledger.stamp(record)]
+        elif isinstance(record, Claim) and record.round in known:
+            claims = known[record.round].claims
+            if claims is None or record.id in claims:
+                pairs += voters[record.round]
+    return pairs
+
+
+def is_stale(base: Table, round: int, rules: Rules) -> bool:
+    """Return whether ``base`` is older in ``round`` than that of a peer that forgets as it should;
+    fading its standings since then could take minutes.
+    """
+    return bool(base.standings) and base.round < round - 2 * rules.kept_rounds
+
+
 @dataclass
 class _ElectorateFrames:
     """What the frames of one electorate have told so far."""
@@ -156,19 +186,12 @@ class _LogReader:
             raise ValueError("not a known kind of frame")
 
     def log(self) -> Log:
-        """Return the log. ValueError if its draws would cost too much."""
-        claims_in = Counter(
-            signed.record.round for signed in self._records if isinstance(signed.record, Claim)
-        )
-        pairs = 0
-        largest = 0
+        """Return the log. ValueError if it has more peers than there can be."""
+        largest = len(self._standings)
         for frames in self._electorates:
-            pairs += len(frames.voters) * claims_in[frames.round]
             largest = max(largest, len(frames.voters))
-        if pairs > MOST_PAIRS or largest > Limits.peers:
-            raise ValueError(
-                "A log is malformed: it has more voters, or claims for them, than could be drawn."
-            )
+        if largest > MOST_STANDINGS:
+            raise ValueError(f"A log is malformed: it has more than {MOST_STANDINGS} peers.")
         base = Table(self._base, dict(sorted(self._standings.items())), {})
         electorates = tuple(frames.electorate() for frames in self._electorates)
         return Log(base, electorates, tuple(self._records))

@@ -16,12 +16,13 @@ forgotten; their consequences live on in a base table.
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from shoal.verification.consensus.electorate import electorate, root, void
 from shoal.verification.consensus.ledger import Ledger
-from shoal.verification.consensus.log import EMPTY, Log
+from shoal.verification.consensus.log import EMPTY, MOST_PAIRS, Log, is_stale, pairs_to_draw
 from shoal.verification.consensus.planting import BEHIND, Chain, must_plant
 from shoal.verification.consensus.protocol import Consensus, Limits
 from shoal.verification.consensus.records import (
@@ -42,8 +43,6 @@ from shoal.verification.consensus.sortition import OPENS, SETTLED, Electorate
 from shoal.verification.consensus.view_quorum import ViewQuorum
 from shoal.verification.consensus.voter import Check, Voter
 
-SPARE_ROUNDS = 4
-"""Rounds that records are kept beyond the last in which something about them can change."""
 MAX_PULLS = 3
 """Logs taken in for one round, at most."""
 ORDER_IN_LOG = ("entry", "claim", "dispute", "opening", "commitment", "reveal", "verdict")
@@ -201,8 +200,8 @@ class Participant:
     def learn(self, log: Log) -> int:
         """Take in another peer's log; return how many records were new.
 
-        Its electorates and base count only if they match the views, or give the table that does;
-        otherwise only the signed records are used.
+        Its electorates and base count only if they match the views, or are settled and give the
+        table that does; otherwise only the signed records are used.
         """
         self._progress.pulled += 1
         agreement = self._agreements.get(self.round - OPENS)
@@ -240,13 +239,8 @@ class Participant:
 
     # -- rounds ------------------------------------------------------------------------------------
 
-    @property
-    def _kept_rounds(self) -> int:
-        """Rounds whose records are kept."""
-        return self.rules.appeal_rounds + SETTLED + SPARE_ROUNDS
-
     def _oldest(self) -> int:
-        return max(self.base.round + 1, self.round - self._kept_rounds)
+        return max(self.base.round + 1, self.round - self.rules.kept_rounds)
 
     def _begin(self, round: int) -> None:
         """Do what is due when ``round`` begins; rounds during which the process slept are left
@@ -349,15 +343,7 @@ class Participant:
             return
         self._forget()
         self.table = self._compute_table(known.ledger, self.base, known.electorates)
-        own = electorate(
-            self.run,
-            round,
-            known.ledger,
-            known.electorates,
-            self.rules,
-            self.table,
-            known.late,
-        )
+        own = self._own_electorate(round, self.table)
         view = View(
             peer=self.peer, run=self.run, round=round, root=root(own), table=self.table.digest
         )
@@ -375,7 +361,7 @@ class Participant:
 
     def _forget(self) -> None:
         known = self.consensus
-        before = self.round - self._kept_rounds
+        before = self.round - self.rules.kept_rounds
         if before > 0 and self.base.round < before - 1:
             self.base = compute_scores(
                 known.ledger, known.electorates, self.rules, self.prices, before - 1, self.base
@@ -416,25 +402,66 @@ class Participant:
         if agreement.table in (None, mine.digest):
             self.table = mine
             return
-        oldest = self._oldest() - BEHIND - 1
-        history = dict(known.electorates)
-        for other in log.electorates:
-            if oldest <= other.round < agreement.round:
-                history[other.round] = other
         bases = [self.base]
-        if log.base.round == self.base.round or not self.base.standings:
+        is_like_own = log.base.round == self.base.round or not self.base.standings
+        is_of_use = log.base != self.base and not is_stale(log.base, self.round, self.rules)
+        if is_like_own and is_of_use:
             bases.append(log.base)
-        for ledger in (known.ledger, self._without_late(log)):
-            for base in bases:
-                table = self._compute_table(ledger, base, history)
-                if table.digest != agreement.table:
-                    continue
-                known.electorates.update(history)
-                self.base = base
-                self.table = table
-                if ledger is not known.ledger:
-                    known.keep(ledger)
-                return
+        ledgers = [known.ledger]
+        without_late = self._without_late(log)
+        if len(without_late) < len(known.ledger):
+            ledgers.append(without_late)
+        for history, ledger, base in itertools.product(self._histories(log), ledgers, bases):
+            table = self._compute_table(ledger, base, history)
+            if table.digest != agreement.table:
+                continue
+            known.electorates.update(history)
+            self.base = base
+            self.table = table
+            if ledger is not known.ledger:
+                known.keep(ledger)
+            self._adopt_newest(log)
+            return
+
+    def _adopt_newest(self, log: Log) -> None:
+        """Adopt the newest electorate that is not settled, if the own records give it too: after a
+        restart the lottery needs it.
+        """
+        known = self.consensus
+        round = self.round - SETTLED + 1
+        settled = round + OPENS - SETTLED
+        theirs = [other for other in log.electorates if other.round == round]
+        if not theirs or round in known.electorates or settled < self.base.round:
+            return
+        then = compute_scores(
+            known.ledger, known.electorates, self.rules, self.prices, settled, self.base
+        )
+        own = self._own_electorate(round, then)
+        if own in theirs:
+            known.electorates[round] = own
+
+    def _own_electorate(self, round: int, table: Table) -> Electorate:
+        known = self.consensus
+        return electorate(
+            self.run, round, known.ledger, known.electorates, self.rules, table, known.late
+        )
+
+    def _histories(self, log: Log) -> list[dict[int, Electorate]]:
+        """Return the own electorates with those of ``log`` that were unknown, and with all of them
+        in place of the own; of settled rounds alone, for the table checks no others.
+        """
+        own = self.consensus.electorates
+        oldest = self._oldest() - BEHIND - 1
+        theirs = {}
+        for other in log.electorates:
+            if oldest <= other.round <= self.round - SETTLED:
+                theirs[other.round] = other
+        if pairs_to_draw(theirs.values(), self.consensus.ledger) > MOST_PAIRS:
+            return [own]
+        histories = [theirs | own]
+        if own | theirs != histories[0]:
+            histories.append(own | theirs)
+        return histories
 
     def _without_late(self, log: Log) -> Ledger:
         """Return the ledger without settled records that the author of ``log`` does not have."""

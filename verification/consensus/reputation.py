@@ -31,6 +31,8 @@ MOST_ABSENCE = 2 * ABSENT
 """Absence of one that never votes: it is drawn again some twenty rounds after its last seat."""
 MOST_UNTIL = 2**37
 """Last round of a ban, at most: rounds of a day up to it have dates."""
+MOST_STANDINGS = 2**14
+"""Standings in a base: fresh keys whose claims were checked must not fill every peer's memory."""
 MOST_SCORE = 2**15
 """Score, at most, above and below 0."""
 ABSENCE_FADE = 32
@@ -177,9 +179,15 @@ class Table:
 
     def base(self) -> Table:
         """Copy the standings without the rulings, to keep them when the records of their rounds are
-        forgotten.
+        forgotten; at most `MOST_STANDINGS`, those who did least go first.
         """
-        copies = {peer: Standing.of(standing.row) for peer, standing in self.standings.items()}
+
+        def deeds(peer: str) -> tuple[int, int, str]:
+            standing = self.standings[peer]
+            return standing.bans, sum((*standing.claims.values(), *standing.votes.values())), peer
+
+        kept = sorted(self.standings, key=deeds)[-MOST_STANDINGS:]
+        copies = {peer: Standing.of(self.standings[peer].row) for peer in sorted(kept)}
         return Table(self.round, copies, {})
 
 

@@ -30,10 +30,12 @@ from shoal.verification.consensus.records import (
     Verdict,
     Vote,
 )
-from shoal.verification.consensus.sortition import Electorate, draw_verifiers, is_audited
+from shoal.verification.consensus.sortition import SETTLED, Electorate, draw_verifiers, is_audited
 
 Outcome = Literal["valid", "invalid", "unverified"]
 VOTES = get_args(Vote)
+SPARE_ROUNDS = 4
+"""Rounds that records are kept beyond the last in which something about them can change."""
 Electorates = Mapping[int, Electorate]
 PREFERRED: tuple[Mark, ...] = ("invalid", "valid", "withheld", "absent")
 """Order of preference, if signers of two verdicts give two marks a quorum."""
@@ -65,6 +67,11 @@ class Rules:
     """Claims of a peer that were found valid before it can be drawn, once more peers than a draw
     needs have as many.
     """
+
+    @property
+    def kept_rounds(self) -> int:
+        """Rounds whose records are kept."""
+        return self.appeal_rounds + SETTLED + SPARE_ROUNDS
 
 
 @dataclass(frozen=True)

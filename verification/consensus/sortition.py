@@ -61,7 +61,7 @@ def beacon(run: str, round: int, salts: Iterable[bytes]) -> bytes:
 
 def rank(beacon: bytes, case: bytes, peer: str) -> bytes:
     """Return the 32 bytes that rank ``peer`` for ``case``."""
-    return hmac.new(beacon, b"draw\x00" + case + peer.encode(), hashlib.sha256).digest()
+    return hmac.digest(beacon, b"draw\x00" + case + peer.encode(), "sha256")
 
 
 def is_audited(beacon: bytes, claim: bytes, rate: float) -> bool:

@@ -4,6 +4,7 @@ node says of them.
 
 import contextlib
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -100,6 +101,21 @@ def test_what_is_forged_or_of_another_swarm_changes_nothing(identities, story):
     told = log_of(identities, story, (*forged, *signed(identities, foreign)))
     assert table_of(told, SWARM, RULES, ROUND).digest == right.digest
     assert set(table_of(told, SWARM, RULES, ROUND).rulings) == set(right.rulings)
+
+
+def test_logs_that_take_minutes_are_refused(identities, story, monkeypatch):
+    log = log_of(identities, story)
+    old = Table(ROUND - 2 * RULES.kept_rounds - 1, {"x": Standing(score=2**15)}, {})
+    with pytest.raises(ValueError, match="too old"):
+        table_of(replace(log, base=old), SWARM, RULES, ROUND)
+    later = 10 + 2 * RULES.kept_rounds  # the claims of round 10 can still be of use then
+    assert len(table_of(log, SWARM, RULES, later).rulings) == 4
+    assert len(table_of(log, SWARM, RULES, later + 1).rulings) == 2
+    monkeypatch.setattr(peers, "MOST_PAIRS", 4 * len(identities) - 1)
+    with pytest.raises(ValueError, match="more voters"):
+        table_of(log, SWARM, RULES, ROUND)
+    monkeypatch.setattr(peers, "MOST_PAIRS", 4 * len(identities))
+    assert table_of(log, SWARM, RULES, ROUND).standings
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@ in.
 """
 
 import struct
+from dataclasses import replace
 
 import msgpack
 import pytest
@@ -11,9 +12,12 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 import shoal.verification.consensus.log as module
+import shoal.verification.consensus.participant as participant_module
 from bench._votes_peers import Peer, toy_signer
-from bench.votes_simulation import Swarm, World
-from shoal.verification.consensus.log import Log, decode_log, encode
+from bench.votes_simulation import START, Swarm, World
+from shoal.verification.consensus.ledger import Ledger
+from shoal.verification.consensus.log import Log, decode_log, encode, is_stale, pairs_to_draw
+from shoal.verification.consensus.participant import Participant
 from shoal.verification.consensus.records import (
     LIMIT,
     MAX_SEATS,
@@ -30,7 +34,8 @@ from shoal.verification.consensus.records import (
     hide,
 )
 from shoal.verification.consensus.reputation import ScoreRules, Standing, Table, compute_scores
-from shoal.verification.consensus.sortition import Electorate
+from shoal.verification.consensus.rulings import Rules
+from shoal.verification.consensus.sortition import SETTLED, Electorate
 from tests.support import consensus_stories as stories
 from tests.support.consensus_stories import Story, claim_of, digest, electorates
 
@@ -223,21 +228,41 @@ def test_hostile_logs_are_refused(wrong):
         decode_log(wrong)
 
 
-def test_a_log_whose_draws_would_take_hours_is_refused():
+def test_a_log_of_too_many_peers_is_refused():
     def voters(count):
         listed = b"".join(frame("voter", f"p{number}", "o") for number in range(count))
         return frame("electorate", 10, bytes(32), True) + listed
 
-    claims = b"".join(
-        frame("record", claim_of(f"a{number}", 10).encoded, bytes(64)) for number in range(1100)
-    )
+    def standings(count):
+        row = Standing().row
+        return b"".join(frame("standing", f"p{number}", *row) for number in range(count))
+
     assert len(decode_log(voters(16_384)).electorates[0].operators) == 16_384
-    assert len(decode_log(voters(15_000) + claims).records) == 1100
-    for wrong in (voters(16_385), voters(16_000) + claims):
-        with pytest.raises(
-            ValueError, match="more voters, or claims for them, than could be drawn"
-        ):
+    assert len(decode_log(standings(16_384)).base.standings) == 16_384
+    for wrong in (voters(16_385), standings(16_385)):
+        with pytest.raises(ValueError, match="more than 16384 peers"):
             decode_log(wrong)
+
+
+def test_pairs_are_voters_times_cases():
+    story = Story(tuple(f"p{number:02}" for number in range(12)))
+    claims = [story.claim(f"p{number:02}", slot=number) for number in range(3)]
+    story.dispute("p00", claims[0], None, round=12)
+    ledger = Ledger(story.records)
+    known = story.electorates
+    assert pairs_to_draw(known.values(), ledger) == 3 * 12 + 2 * 12
+    admitted = replace(known[10], claims=frozenset({claims[0].id}))
+    assert pairs_to_draw([admitted, known[12]], ledger) == 12 + 2 * 12
+    assert pairs_to_draw([known[9]], ledger) == 0
+
+
+@pytest.mark.parametrize(("age", "stale"), [(48, False), (49, True)])
+def test_an_old_base_is_stale_if_it_says_anything(age, stale):
+    rules = Rules()
+    assert 2 * rules.kept_rounds == 48
+    round = 1000
+    assert is_stale(Table(round - age, {"a": Standing()}, {}), round, rules) == stale
+    assert not is_stale(Table(round - age, {}, {}), round, rules)
 
 
 def test_what_does_not_fit_is_left_out_from_the_end(monkeypatch):
@@ -272,6 +297,68 @@ def test_a_forged_log_changes_nothing():
         table,
         known,
     )
+
+
+def restarted(forge):
+    """One of five peers that is started again and learns what ``forge`` makes of another's log."""
+    found = swarm()
+    known = found.peers[0].participant
+    found.peers[-1] = Peer("honest-4", "honest", found)
+    log = Participant.log
+
+    def forged(participant, since):
+        made = log(participant, since)
+        return made if participant.peer == "honest-4" else forge(participant, made)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Participant, "log", forged)
+        found.run(1)
+    one = found.peers[-1].participant
+    assert one.table.digest == known.table.digest
+    return one, known
+
+
+def test_a_restarted_peer_knows_the_lottery_of_its_round():
+    one, known = restarted(lambda other, log: log)
+    assert one.consensus.electorates.items() <= known.consensus.electorates.items()
+    assert len(one.consensus.electorates) == len(known.consensus.electorates)
+
+
+def test_unsettled_electorates_of_a_log_change_nothing():
+    """The table that the others state does not depend on them yet."""
+
+    def forge(other, log):
+        newest = other.round - SETTLED + 1
+        lie = Electorate(newest, digest("mine"), {"x": "x"}, frozenset())
+        return replace(log, electorates=(*log.electorates, lie))
+
+    one, known = restarted(forge)
+    assert one.consensus.electorates.items() <= known.consensus.electorates.items()
+    assert one.consensus.electorates
+
+
+def test_electorates_known_before_are_not_replaced():
+    found = swarm()
+    one = found.peers[0].participant
+    other = found.peers[1].participant.log(0)
+    before = dict(one.consensus.electorates)
+    # Before the first claims nothing depends on an electorate.
+    early = Electorate(START, digest("mine"), {"x": "x"}, frozenset())
+    missing = START + 4
+    one.consensus.electorates.pop(missing)
+    one.learn(replace(other, electorates=(*other.electorates, early)))
+    assert one.consensus.electorates == before
+
+
+@pytest.mark.parametrize(("most", "adopts"), [(None, True), (10, False)])
+def test_electorates_that_take_long_to_draw_are_not_tried(monkeypatch, most, adopts):
+    found = swarm()
+    one = found.peers[0].participant
+    if most is not None:
+        monkeypatch.setattr(participant_module, "MOST_PAIRS", most)
+    one.consensus.electorates.pop(START + 4)
+    one.learn(found.peers[1].participant.log(0))
+    assert (START + 4 in one.consensus.electorates) == adopts
 
 
 def test_log_records_are_learnt_once():

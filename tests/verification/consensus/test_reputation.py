@@ -8,9 +8,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shoal.verification.consensus import reputation
 from shoal.verification.consensus.ledger import Ledger
 from shoal.verification.consensus.records import Verdict
-from shoal.verification.consensus.reputation import ABSENT, MOST_ABSENCE, ScoreRules, compute_scores
+from shoal.verification.consensus.reputation import (
+    ABSENT,
+    MOST_ABSENCE,
+    ScoreRules,
+    Standing,
+    Table,
+    compute_scores,
+)
 from shoal.verification.consensus.rulings import quorum
 from shoal.verification.consensus.sortition import SETTLED
 from tests.support.consensus_stories import BEHAVIOURS, Story
@@ -207,6 +215,17 @@ def test_what_a_banned_peer_claims_is_not_looked_at():
     for round in (5, 6, 7):
         claim = story.claim(PEERS[0], round, 0, ("invalid",) * 3)
     assert claim.id not in table(story).rulings
+
+
+def test_a_base_keeps_those_who_did_most(monkeypatch):
+    monkeypatch.setattr(reputation, "MOST_STANDINGS", 3)
+    made = {name: Standing() for name in "abcde"}
+    made["a"].bans = 1
+    made["c"].claims["valid"] = 2
+    made["d"].votes["agreed"] = 1
+    base = Table(9, made, {}).base()
+    assert list(base.standings) == ["a", "c", "d"]
+    assert base.base().digest == base.digest
 
 
 def test_scores_fade_to_nothing():
