@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.node.checkpoint.background_save import BackgroundSave
-from shoal.node.checkpoint.folder import CheckpointError, listed
+from shoal.node.checkpoint.folder import CLAIMS, CheckpointError, listed
 from shoal.node.checkpoint.packing import Packed, UnpackableError, pack
 from shoal.node.checkpoint.save_failure import save_failure
 from shoal.node.checkpoint.snapshots import Snapshots
@@ -38,9 +38,11 @@ SPARE_BYTES = 1 << 20
 
 
 def used(folder: Path) -> int:
-    """Return the bytes of all files below ``folder``; links are not followed."""
+    """Return the bytes of all files below ``folder`` but stored claims; links are not followed."""
     total = 0
-    for where, _, names in os.walk(folder):
+    for where, folders, names in os.walk(folder):
+        if where == str(folder) and CLAIMS in folders:
+            folders.remove(CLAIMS)
         for name in names:
             with contextlib.suppress(FileNotFoundError):  # it was replaced meanwhile
                 total += os.lstat(os.path.join(where, name)).st_size

@@ -31,6 +31,8 @@ CLAIM = ".claim"
 WEIGHTS = ".safetensors"
 KEPT_CLAIMS = 64
 """The newest in a folder."""
+KEPT_BYTES = 2 << 30
+"""Of a folder, weights included: 32 policies of the largest size."""
 
 
 class _ClaimFile(Message):
@@ -66,9 +68,10 @@ def save_claim(
     agreed: Agreed,
     snapshot: bytes | None,
     keep: int = KEPT_CLAIMS,
+    most_bytes: int = KEPT_BYTES,
 ) -> Path:
     """Write a claim into ``folder`` and return its file; only the newest ``keep`` claims, and their
-    policies, stay there.
+    policies, stay there, of at most ``most_bytes`` beside the newest.
 
     Raises VerifyError if it cannot be written, and ValueError for a record that is no claim.
     """
@@ -92,7 +95,7 @@ def save_claim(
         if snapshot is not None and not weights.exists():
             replace_file(weights, snapshot)
         replace_file(path, packed)
-        _prune(folder, keep, path)
+        _prune(folder, keep, most_bytes, path)
     except OSError as error:
         raise VerifyError(
             f"Cannot write {str(path)!r} ({error.strerror}): free some space or check its "
@@ -180,19 +183,29 @@ def _read(path: Path, most: int) -> bytes:
         ) from error
 
 
-def _prune(folder: Path, keep: int, newest: Path) -> None:
+def _prune(folder: Path, keep: int, most_bytes: int, newest: Path) -> None:
     claims = sorted(
         folder.glob(f"*{CLAIM}"),
         key=lambda path: (path == newest, path.stat().st_mtime_ns),
         reverse=True,
     )
-    for path in claims[max(keep, 1) :]:
-        path.unlink(missing_ok=True)
-    if len(claims) > keep:
-        needed = {_model_of(path) for path in claims[: max(keep, 1)]}
-        for weights in folder.glob(f"*{WEIGHTS}"):
-            if weights.stem not in needed:
-                weights.unlink(missing_ok=True)
+    sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
+    if len(claims) <= keep and sum(sizes.values()) <= most_bytes:
+        return
+    left = most_bytes
+    needed: set[str] = set()
+    for number, path in enumerate(claims):
+        weights = f"{_model_of(path)}{WEIGHTS}"
+        left -= sizes[path.name]
+        if weights not in needed:
+            left -= sizes.get(weights, 0)
+        if number > 0 and (number >= keep or left < 0):
+            path.unlink(missing_ok=True)
+        else:
+            needed.add(weights)
+    for stored in folder.glob(f"*{WEIGHTS}"):
+        if stored.name not in needed:
+            stored.unlink(missing_ok=True)
 
 
 def _model_of(path: Path) -> str:

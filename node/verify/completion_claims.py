@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from typing import cast
 
+from shoal.node.checkpoint.folder import CLAIMS
 from shoal.node.config.settings import Settings
 from shoal.node.rl.policy import Policy
 from shoal.node.rl.task import RLTask
@@ -25,8 +26,6 @@ from shoal.verification.consensus.records import Signed
 
 log = logging.getLogger(__name__)
 
-CLAIMS = "claims"
-"""Their folder, within the node's."""
 CALIBRATION = "calibration"
 """File of `shoal verify calibrate` in a node's folder, where there is one."""
 SELF_CLAIMS = 128

@@ -21,7 +21,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.node.checkpoint import store as checkpoint
-from shoal.node.checkpoint.folder import CheckpointError, check_writable, lock, path_of, steps
+from shoal.node.checkpoint.folder import (
+    CLAIMS,
+    CheckpointError,
+    check_writable,
+    lock,
+    path_of,
+    steps,
+)
 from shoal.node.checkpoint.packing import UnpackableError
 from shoal.node.checkpoint.store import STATE, TENSORS, load, outline, save
 from shoal.node.checkpoint.writer import GB, SPARE_BYTES, CheckpointWriter, used
@@ -408,10 +415,13 @@ def budgeted(folder, nbytes, said=None):
 def test_older_checkpoints_give_way_and_nothing_else(tmp_path):
     (tmp_path / "mine.txt").write_text("not a checkpoint")
     (tmp_path / "step-notes").mkdir()
+    (tmp_path / CLAIMS).mkdir()  # has a bound of its own
+    (tmp_path / CLAIMS / "one.safetensors").write_bytes(bytes(5_000_000))
     for step in (1, 2, 3):
         save(tmp_path, step, BUDGET_STATE, keep=9)
         os.utime(path_of(tmp_path, step), (step, step))
     now = used(tmp_path)
+    assert now < 5_000_000
     budgeted(tmp_path, now + 400_000 + SPARE_BYTES)._make_room(full=False)
     assert sorted(steps(tmp_path)) == [1, 2, 3]
     budgeted(tmp_path, now + SPARE_BYTES + 1000)._make_room(full=False)

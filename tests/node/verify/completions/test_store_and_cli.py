@@ -100,6 +100,26 @@ def test_the_newest_are_kept_and_policies_that_nobody_claims_go(world, identity,
     }
 
 
+@pytest.mark.parametrize(("most_bytes", "kept"), [(0, 1), (24_000, 2), (50_000, 4)])
+def test_stored_claims_are_bounded_in_bytes(world, identity, tmp_path, most_bytes, kept):
+    """The newest stay, weights included, and always the last."""
+    paths = []
+    for index in range(4):
+        signed, _ = claimed(world, identity, index)
+        snapshot = bytes([index]) * 10_000
+        claim = Claim(**{**signed.record.model_dump(), "model": digest(snapshot)})
+        paths.append(
+            save_claim(
+                tmp_path, Signed(claim, b""), b"m", world.agreed, snapshot, most_bytes=most_bytes
+            )
+        )
+        os.utime(paths[-1], ns=(index, index))
+    assert {path.name for path in tmp_path.glob("*.claim")} == {
+        path.name for path in paths[4 - kept :]
+    }
+    assert len(list(tmp_path.glob("*.safetensors"))) == kept
+
+
 def test_damaged_files_and_unknown_ids_are_one_sentence(world, identity, tmp_path):
     path = kept(world, identity, tmp_path)
     assert (
