@@ -17,6 +17,7 @@ from collections.abc import Collection
 import msgpack
 
 from shoal.verification.consensus.ledger import Ledger
+from shoal.verification.consensus.records import Claim
 from shoal.verification.consensus.reputation import Table
 from shoal.verification.consensus.rulings import Electorates, Rules, anchored, is_single, salts
 from shoal.verification.consensus.sortition import OPENS, Electorate, beacon, is_audited, rank
@@ -35,26 +36,24 @@ def electorate(
 
     Verifiers are drawn for claims of voters, and at random for `Rules.strangers` of others, if the
     audit picks them, unless their author used the slot twice, had not entered in time, or is
-    banned.
+    banned. If the audit picks none it is one by lot, for votes on it make the next beacon.
     """
     begins = round + OPENS
     voters = _voters(round, ledger, rules, table)
     seed = beacon(run, round, salts(round - 1, ledger, electorates, rules, late))
-    admitted: set[bytes] = set()
-    strange: list[bytes] = []
+    sound: list[Claim] = []
     for claim in ledger.claims():
         if (
             claim.round == round
             and is_single(claim, ledger)
             and anchored(ledger, claim.peer, round, rules) is not None
             and not table.is_banned(claim.peer, begins)
-            and is_audited(seed, claim.id, rules.audit)
         ):
-            if claim.peer in voters:
-                admitted.add(claim.id)
-            else:
-                strange.append(claim.id)
-    strange.sort(key=lambda case: rank(seed, case, ""))
+            sound.append(claim)
+    sound.sort(key=lambda claim: (claim.peer not in voters, rank(seed, claim.id, "")))
+    audited = [claim for claim in sound if is_audited(seed, claim.id, rules.audit)] or sound[:1]
+    strange = [claim.id for claim in audited if claim.peer not in voters]
+    admitted = {claim.id for claim in audited if claim.peer in voters}
     admitted.update(strange[: rules.strangers])
     return Electorate(round, seed, voters, frozenset(admitted))
 

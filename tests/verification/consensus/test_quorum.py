@@ -171,6 +171,23 @@ def test_strangers_claims_are_drawn_by_lot():
     ] * 4 + [False] * 2
 
 
+def test_an_audit_that_picks_no_claim_takes_one():
+    """Its votes make the next beacon, which nobody may know in advance."""
+    rules = replace(RULES, life=8, claims=2, audit=0.0)
+    proven = Standing()
+    proven.claims["valid"] = 2
+    table = Table(8, dict.fromkeys(PEERS[:4], proven), {})
+    entries = [entry(peer, 5) for peer in (*PEERS[:4], "stranger")]
+    claims = [claim_of(peer) for peer in (*PEERS[:4], "stranger")]
+    for number in range(4):  # another beacon, another claim
+        salts_from = {9: replace(one(number), round=9)}
+        found = made([*entries, *claims], table, rules, electorates=salts_from).claims
+        assert len(found) == 1
+        assert found < {claim.id for claim in claims[:4]}
+    assert made([*entries, claims[-1]], table, rules).claims == {claims[-1].id}
+    assert made([*entries, claim_of("never-entered")], table, rules).claims == frozenset()
+
+
 def test_void_round_draws_nobody():
     """A void round draws nobody and its root is its own."""
     assert void("run", 7).operators == {}

@@ -10,7 +10,7 @@ from bench._votes_peers import Peer, is_right
 from bench.votes_simulation import START, Swarm, World
 from shoal.verification.consensus.records import Claim, Commitment
 from shoal.verification.consensus.reputation import compute_scores
-from shoal.verification.consensus.rulings import Rules
+from shoal.verification.consensus.rulings import Rules, salts
 from shoal.verification.consensus.voter import Checked
 
 HONEST = {f"honest-{number}": "honest" for number in range(5)}
@@ -235,6 +235,21 @@ def test_a_clock_that_is_a_second_off_does_no_harm(seconds):
     assert not any(
         agreed(swarm).standings["honest-5"].votes[bad] for bad in ("absent", "withheld", "against")
     )
+
+
+def test_a_small_audit_leaves_no_round_without_salts():
+    """Where no vote is cast on a round, the draws of the next could be known in advance."""
+    swarm = Swarm(HONEST, replace(WORLD, rules=Rules(audit=0.1)))
+    swarm.run(14)
+    known = swarm.peer("honest-0").participant.consensus
+    agreed_on = [e for e in known.electorates.values() if e.claims]
+    assert len(agreed_on) >= 6
+    for electorate in known.electorates.values():
+        if known.ledger.published(electorate.round) and electorate.operators:
+            assert electorate.claims
+    first, *later = sorted(e.round for e in agreed_on)
+    for round in later:
+        assert salts(round - 1, known.ledger, known.electorates, known.rules) or round == first
 
 
 def test_who_saw_late_commitments_takes_what_most_state():
