@@ -12,8 +12,6 @@ from shoal.swarm.file_lock import FileLock
 
 SAVING = ".saving-"
 LOCK = ".lock"
-CLAIMS = "claims"
-"""Folder of stored claims of verification, which bound themselves (`KEPT_BYTES`)."""
 # `.old-` marks a checkpoint that is being replaced by another of the same step, `.before-` one of
 # an earlier run that went further.
 _NAME = re.compile(r"(\.old-|\.before-)?step-([0-9]{8,15})")

@@ -17,13 +17,13 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from shoal.node.checkpoint.background_save import BackgroundSave
-from shoal.node.checkpoint.folder import CLAIMS, CheckpointError, listed
+from shoal.node.checkpoint.folder import CheckpointError, listed
 from shoal.node.checkpoint.packing import Packed, UnpackableError, pack
 from shoal.node.checkpoint.save_failure import save_failure
 from shoal.node.checkpoint.snapshots import Snapshots
@@ -37,12 +37,14 @@ SPARE_BYTES = 1 << 20
 """What a checkpoint takes beside its tensors."""
 
 
-def used(folder: Path) -> int:
-    """Return the bytes of all files below ``folder`` but stored claims; links are not followed."""
+def used(folder: Path, uncounted: Collection[str] = ()) -> int:
+    """Return the bytes of all files below ``folder``, ``uncounted`` folders in it apart; links are
+    not followed.
+    """
     total = 0
     for where, folders, names in os.walk(folder):
-        if where == str(folder) and CLAIMS in folders:
-            folders.remove(CLAIMS)
+        if where == str(folder):
+            folders[:] = [name for name in folders if name not in uncounted]
         for name in names:
             with contextlib.suppress(FileNotFoundError):  # it was replaced meanwhile
                 total += os.lstat(os.path.join(where, name)).st_size
@@ -66,8 +68,8 @@ class CheckpointWriter:
         state: returns the state to save; called between two steps. Its tensors are copied before it
             is called again.
         at: called with each of `shoal.node.checkpoint.store.POINTS`, in the writing thread.
-        gigabytes: budget of the folder's files; 0: none. Only older checkpoints are removed to make
-            room for the next.
+        gigabytes: budget of the folder's files, ``uncounted`` folders in it apart; 0: none. Only
+            older checkpoints are removed for the next.
         copies: called with the bytes of memory that a copy would take, returns whether it may.
         check: called at the first `turn`; raises ShoalError if a run could not go on from the
             state.
@@ -82,6 +84,7 @@ class CheckpointWriter:
         notify: Callable[[str], None],
         at: Callable[[str], None] = lambda point: None,
         gigabytes: float = 0.0,
+        uncounted: Collection[str] = (),
         copies: Callable[[int], bool] = lambda nbytes: True,
         check: Callable[[], None] = lambda: None,
     ) -> None:
@@ -91,6 +94,7 @@ class CheckpointWriter:
         self._notify = notify
         self._at = at
         self._budget = gigabytes * GB
+        self._uncounted = uncounted
         self._copies = copies
         self._check = check
         self._size = 0
@@ -162,7 +166,7 @@ class CheckpointWriter:
         """
         with contextlib.suppress(OSError):  # the save says it
             self._folder.mkdir(parents=True, exist_ok=True)
-            room = shutil.disk_usage(self._folder).free + used(self._folder)
+            room = shutil.disk_usage(self._folder).free + used(self._folder, self._uncounted)
             if room < least:
                 self._notify(
                     f"The folder {str(self._folder)!r} has room for {room / GB:.3g} GB, and two "
@@ -281,7 +285,8 @@ class CheckpointWriter:
         """Return True if the next checkpoint does not fit beside what is there."""
         if not self._budget:
             return False
-        return used(self._folder) + self._size + SPARE_BYTES > self._budget
+        taken = used(self._folder, self._uncounted)
+        return taken + self._size + SPARE_BYTES > self._budget
 
     def _report(self, said: bool = False) -> None:
         """Report how the save that is over ended. ``said``: the caller says it if it failed."""

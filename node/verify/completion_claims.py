@@ -9,13 +9,12 @@ import time
 from collections.abc import Callable
 from typing import cast
 
-from shoal.node.checkpoint.folder import CLAIMS
 from shoal.node.config.settings import Settings
 from shoal.node.rl.policy import Policy
 from shoal.node.rl.task import RLTask
 from shoal.node.verify.calibrate import own_dtypes, read_calibration, self_calibrate
 from shoal.node.verify.checker import Checker
-from shoal.node.verify.claim_file import CLAIM, load_claim, save_claim
+from shoal.node.verify.claim_file import CLAIM, CLAIMS, load_claim, save_claim
 from shoal.node.verify.claimer import Claimer
 from shoal.node.verify.errors import VerifyError
 from shoal.node.verify.material import Agreed, Dtype
