@@ -46,7 +46,7 @@ from shoal.node.training import resources
 from shoal.node.training.meter import Progress
 from shoal.node.training.trainer import Trainer
 from shoal.node.user_code import out_of_memory
-from shoal.node.verify.claim_file import CLAIMS
+from shoal.node.verify.claims_folder import CLAIMS
 from shoal.node.verify.start import start_verification
 from shoal.node.verify.terms import make_terms
 from shoal.optim import RoundInfo

@@ -27,8 +27,6 @@ from shoal.swarm.wire.envelope import KIB, Message, pack, unpack
 from shoal.verification.consensus.records import LIMIT as MAX_RECORD_BYTES
 from shoal.verification.consensus.records import Claim, Signed, decode
 
-CLAIMS = "claims"
-"""Their folder, within a node's."""
 CLAIM = ".claim"
 WEIGHTS = ".safetensors"
 KEPT_CLAIMS = 64

@@ -14,8 +14,9 @@ from shoal.node.rl.policy import Policy
 from shoal.node.rl.task import RLTask
 from shoal.node.verify.calibrate import own_dtypes, read_calibration, self_calibrate
 from shoal.node.verify.checker import Checker
-from shoal.node.verify.claim_file import CLAIM, CLAIMS, load_claim, save_claim
+from shoal.node.verify.claim_file import CLAIM, load_claim, save_claim
 from shoal.node.verify.claimer import Claimer
+from shoal.node.verify.claims_folder import CLAIMS
 from shoal.node.verify.errors import VerifyError
 from shoal.node.verify.material import Agreed, Dtype
 from shoal.node.verify.swarm_network import SwarmNetwork

@@ -156,6 +156,7 @@ OWN = {
     "node/config/settings.py:_read",
     "node/config/settings.py:assignment",
     "node/data/hub_dataset.py:HubDataset._records",
+    "node/rl/rollout_sharing.py:RolloutSharing.__init__",
     "node/data/record_files.py:RecordFiles._text",
     "node/data/tokenizer.py:Bytes.encode",
     "node/demo/run_nodes.py:run_nodes",

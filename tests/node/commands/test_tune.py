@@ -144,9 +144,9 @@ def test_what_was_found_is_started_on_the_same_data(search, folder):
     report, _ = search
     assert table(report).count(f"Start: shoal up {FILE}\n") == 1
     (folder / "my texts").mkdir()
-    found = tuned("Slope", **{"node.data": "my texts"})
+    found = tuned("Reading", **{"node.data": "my texts"})
     assert f"Start: shoal up {FILE} --data 'my texts'\n" in table(found)
-    assert "data" not in (folder / FILE).read_text()
+    assert "my texts" not in (folder / FILE).read_text()
 
 
 def test_a_best_rate_at_the_end_is_told():
