@@ -159,6 +159,8 @@ async def collect(
             offers.append(SnapshotOffer(*to, header, host.met.get(to[0], "")))
         except ShoalError as error:
             errors[to[0]] = error
+        finally:
+            making.discard(to[0])
 
     def count(some: Sequence[SnapshotOffer]) -> int:
         ranges = {range_of(host.met.get(peer, "")) for peer, _ in sources if peer not in errors}
@@ -171,8 +173,7 @@ async def collect(
     try:
         while pending and count(agreed(offers)) < CONFIRMING_PEERS and count(offers) < most:
             left: float | None = None
-            late = making - errors.keys() - {offer.peer for offer in offers}
-            if until < math.inf and (count(offers) >= CONFIRMING_PEERS or not late):
+            if until < math.inf and (count(offers) >= CONFIRMING_PEERS or not making):
                 left = until - loop.time()
                 if left <= 0:
                     break
@@ -187,7 +188,7 @@ async def collect(
             task.cancel()
         await asyncio.gather(*pending, return_exceptions=True)
     for task in asked:
-        if task.done() and not task.cancelled():
+        if not task.cancelled():
             task.result()  # raises what is an error of our own
     order = {peer: place for place, (peer, _) in enumerate(sources)}
     return sorted(offers, key=lambda offer: order[offer.peer]), errors

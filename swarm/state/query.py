@@ -67,15 +67,16 @@ class StateQuery:
     def _check_model(self, peer: str, header: StateHeader) -> None:
         theirs = Outline(unpack_names(header.names), header.shapes)
         difference = Outline(tuple(self.names), tuple(self.shapes)).differs(theirs)
-        if difference is not None and self.is_swarms:
+        if difference is None:
+            return
+        if self.is_swarms:
             raise MessageError(
                 f"peer {short(peer)} serves weights of another model than the swarm's: {difference}"
             )
-        if difference is not None:
-            raise ModelDiffersError(
-                f"This node's model does not fit the swarm: {difference} (in the swarm); use the "
-                "swarm's model, task and options."
-            )
+        raise ModelDiffersError(
+            f"This node's model does not fit the swarm: {difference} (in the swarm); use the "
+            "swarm's model, task and options."
+        )
 
     def _check_extra(self, peer: str, header: StateHeader) -> None:
         names = [name for name, _ in header.extra]

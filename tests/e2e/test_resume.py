@@ -114,10 +114,9 @@ def test_returning_peer_takes_newer_weights(shoal, eventually, outer):
     shoal.interrupt(first, again)
 
 
-@pytest.mark.slow(reason="starts of real nodes, one after another")
-def test_returning_creator_takes_newer_weights(shoal, eventually):
-    """The swarm went on without its creator, which has no link to come back by."""
-    first = up(shoal, "first", "--steps", 0)
+def left_by_its_creator(shoal, eventually, *settings):
+    """Return the other node of a swarm whose creator, "first", was killed after a checkpoint."""
+    first = up(shoal, "first", *settings)
     second = join(shoal, first.line(), "second")
     eventually(
         lambda: saved(shoal, "first") and shoal.rounds("second"),
@@ -125,6 +124,13 @@ def test_returning_creator_takes_newer_weights(shoal, eventually):
         "a checkpoint and a round of the other",
     )
     killed(first)
+    return second
+
+
+@pytest.mark.slow(reason="starts of real nodes, one after another")
+def test_returning_creator_takes_newer_weights(shoal, eventually):
+    """The swarm went on without its creator, which has no link to come back by."""
+    second = left_by_its_creator(shoal, eventually, "--steps", 0)
     left = shoal.rounds("first")[-1]["round"]
     eventually(lambda: shoal.rounds("second")[-1]["round"] > left + 10, 60, "rounds without it")
     ahead, done = shoal.rounds("second")[-1]["round"], len(shoal.rounds("first"))
@@ -143,14 +149,7 @@ def test_returning_creator_takes_newer_weights(shoal, eventually):
 @pytest.mark.parametrize("lag", ["auto", 0])
 def test_a_peer_whose_checkpoint_is_newer_keeps_its_own_weights(shoal, eventually, lag):
     """The swarm's creator is killed and returns from an older checkpoint than the other one has."""
-    first = up(shoal, "first", "--set", f"outer.lag={lag}")
-    second = join(shoal, first.line(), "second")
-    eventually(
-        lambda: saved(shoal, "first") and shoal.rounds("second"),
-        60,
-        "a checkpoint and a round of the other",
-    )
-    killed(first)
+    second = left_by_its_creator(shoal, eventually, "--set", f"outer.lag={lag}")
     before = len(shoal.rounds("second"))
     eventually(lambda: len(shoal.rounds("second")) > before + 30, 120, "rounds without the first")
     shoal.interrupt(second)

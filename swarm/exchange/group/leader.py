@@ -173,9 +173,12 @@ class GroupLeader:
         """Return the seconds for which ``peer`` waits for its group: what it states, within this
         node's own. A stranger cannot state so few that the others are too late.
         """
-        is_known = peer == self.me or self.view.evidence.knows(peer)
-        least = 0.0 if is_known else self.time.forming(ready.fragment)
+        least = 0.0 if self._is_known(peer) else self.time.forming(ready.fragment)
         return min(max(ready.patience, least), self.time.collecting(ready.fragment))
+
+    def _is_known(self, peer: str) -> bool:
+        """Return whether this node is ``peer``, or has exchanged with it."""
+        return peer == self.me or self.view.evidence.knows(peer)
 
     def _judge(self, peer: str, ready: GroupReady) -> GroupReceipt:
         """Return the answer to a ready message."""
@@ -390,10 +393,8 @@ class GroupLeader:
 
     def _form(self, key: tuple[int, int], members: Mapping[str, MemberState]) -> None:
         """Deal the members into groups, and let each run."""
-        evidence = self.view.evidence
-        known = [peer for peer in members if peer == self.context.me or evidence.knows(peer)]
         # Else two free keys could end every round to come, before anybody else is there.
-        if known or not evidence.partners:
+        if any(map(self._is_known, members)) or not self.view.evidence.partners:
             self._rounds.formed(*key)
             self.view.mark_absent(self.view.here() - set(members))
         groups = partition_into_groups(self.context.seed, key[0], members, self._max_group)

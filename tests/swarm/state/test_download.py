@@ -269,10 +269,14 @@ def test_wrong_size_is_refused_early(network, spy, caplog):
     assert f"announced a chunk of {CHUNK + 1} bytes where {CHUNK} fit" in caplog.text
 
 
-def test_two_snapshots_are_kept_and_none_that_nobody_asks_for():
+def cache_and_three():
+    """Return the time of an empty cache, which tests move, the cache, and three snapshots."""
     now = [0.0]
-    kept = SnapshotCache(lambda: now[0])
-    one, two, three = (made(seed) for seed in range(3))
+    return now, SnapshotCache(lambda: now[0]), [made(seed) for seed in range(3)]
+
+
+def test_two_snapshots_are_kept_and_none_that_nobody_asks_for():
+    now, kept, (one, two, three) = cache_and_three()
     kept.put(one)
     now[0] = 1.0
     kept.put(two)
@@ -290,9 +294,7 @@ def test_two_snapshots_are_kept_and_none_that_nobody_asks_for():
 
 
 def test_a_snapshot_is_kept_for_its_downloads_only():
-    now = [0.0]
-    kept = SnapshotCache(lambda: now[0])
-    slow, quick, newer = (made(seed) for seed in range(3))
+    now, kept, (slow, quick, newer) = cache_and_three()
     kept.put(slow)
     with kept.read(slow.id):
         kept.put(quick)
@@ -311,9 +313,7 @@ def test_snapshots_that_are_never_let_go_give_way():
     Mutants: no bound on the time of a download; a bound that is the older's, or without its bytes;
     the one that was requested less recently gives way.
     """
-    now = [0.0]
-    kept = SnapshotCache(lambda: now[0])
-    older, newer, newest = (made(seed) for seed in range(3))
+    now, kept, (older, newer, newest) = cache_and_three()
     kept.put(older)
     now[0] = 50.0
     kept.put(newer)
