@@ -133,11 +133,9 @@ class Caller:
             mine.step = Step.DIALING
         began = loop.time()
         stream = await self._open(pairing, mine.peer, until - began)
-        return (
-            None
-            if stream is None
-            else await self._offer(stream, pairing, mine, until, loop.time() - began)
-        )
+        if stream is None:
+            return None
+        return await self._offer(stream, pairing, mine, until, loop.time() - began)
 
     async def _open(self, pairing: PairingAttempt, peer: str, seconds: float) -> Stream | None:
         """Open a stream; None if another's call was accepted meanwhile."""
@@ -165,46 +163,16 @@ class Caller:
     ) -> PartnerContribution | None:
         """Offer, and exchange if the offer is accepted; then keep the stream, if that ended well.
 
-        ``opened``: seconds that it took
-        to open; None if it was kept. Raises NetworkError or MessageError.
+        ``opened``: seconds that it took to open; None if it was kept. Raises NetworkError or
+        MessageError.
         """
-        loop, peer, well = asyncio.get_running_loop(), stream.peer_id, False
-        ahead: asyncio.TimerHandle | None = None
+        peer, well = stream.peer_id, False
         try:
             mine.step = Step.OFFERING
             nonce = fresh_nonce()
-            offer = make_offer(self._context, pairing.attempt.contribution, nonce)
-            try:
-                await stream.send(offer, max(until - loop.time(), 0.01))
-                welcome = self._welcome and pairing.usual and peer == pairing.partner
-                if opened is None and welcome and not stream.has_choice:
-                    # The other one's call, if it is there, counts less. From a peer that is there
-                    # an answer comes at once.
-                    first = self._state.rank(
-                        self._context.me, pairing.key.round
-                    ) < self._state.rank(peer, pairing.key.round)
-                    heard = (
-                        HELD_S
-                        if stream.round_trip is None
-                        else min(HELD_S, ANSWERED_S + 2 * stream.round_trip)
-                    )
-                    ahead = loop.call_later(
-                        0.0 if first else heard,
-                        stream.send_ahead,
-                        pairing.attempt.contribution.payload,
-                    )
-                answered = await self._answered(stream, pairing, max(until - loop.time(), 0.01))
-            except NetworkError as error:
-                # It is behind, and costs no training.
-                if self._state.rounds.overlap and error.reason == "timeout":
-                    return None
-                raise Unanswered(str(error), error.reason) from (
-                    None if error.reason == "broken" else error
-                )
-            finally:
-                if ahead is not None:
-                    ahead.cancel()
-            answer = unpack(answered, Answer)
+            answer = await self._ask(stream, pairing, nonce, until, is_kept=opened is None)
+            if answer is None:
+                return None
             if answer.verdict != "accept":
                 well = answer.verdict != "refuse" and not stream.is_ahead
                 self._note(pairing, mine, answer)
@@ -212,16 +180,7 @@ class Caller:
             mine.step = Step.ACCEPTED
             self._welcome |= peer == pairing.partner
             theirs = await receive_offer(stream, self._state.timeouts.chunk)
-            difference = pairing.attempt.contribution.differs(theirs)
-            offered = (nonce, self._context.swarm, self._context.model, pairing.key.round)
-            if (
-                difference is not None
-                or (theirs.nonce, theirs.swarm, theirs.model, theirs.round) != offered
-            ):
-                what = difference or "the nonce, swarm, model or round"
-                raise MessageError(
-                    f"peer {short(peer)} accepted something else than was offered: {what}."
-                )
+            self._check_accepted(pairing, peer, theirs, nonce)
             mine.step = Step.TRANSFERRING
             # The rest of the time before the answer is the wait for its training.
             received = await self._state.transfer(
@@ -231,7 +190,75 @@ class Caller:
             return received
         finally:
             self._welcome &= not stream.is_ahead
-            self._kept.keep(stream) if well else stream.close()
+            if well:
+                self._kept.keep(stream)
+            else:
+                stream.close()
+
+    def _ahead_s(self, stream: Stream, pairing: PairingAttempt) -> float | None:
+        """Return the seconds after an offer on a kept stream at which the payload follows without
+        an answer; None if it waits for one.
+        """
+        state, peer = self._state, stream.peer_id
+        is_welcome = self._welcome and pairing.usual and peer == pairing.partner
+        if not is_welcome or stream.has_choice:
+            return None
+        round = pairing.key.round
+        if state.rank(self._context.me, round) < state.rank(peer, round):
+            return 0.0  # the other one's call, if it is there, counts less
+        # From a peer that is there an answer comes at once.
+        if stream.round_trip is None:
+            return HELD_S
+        return min(HELD_S, ANSWERED_S + 2 * stream.round_trip)
+
+    async def _ask(
+        self,
+        stream: Stream,
+        pairing: PairingAttempt,
+        nonce: bytes,
+        until: float,
+        *,
+        is_kept: bool,
+    ) -> Answer | None:
+        """Offer, and wait for the answer; None if it does not come in time where a wait costs no
+        training.
+
+        On a stream that ``is_kept`` the payload may follow before it. Raises Unanswered or
+        MessageError.
+        """
+        loop, contribution = asyncio.get_running_loop(), pairing.attempt.contribution
+        ahead: asyncio.TimerHandle | None = None
+        try:
+            offer = make_offer(self._context, contribution, nonce)
+            await stream.send(offer, max(until - loop.time(), 0.01))
+            ahead_s = self._ahead_s(stream, pairing) if is_kept else None
+            if ahead_s is not None:
+                ahead = loop.call_later(ahead_s, stream.send_ahead, contribution.payload)
+            answered = await self._answered(stream, pairing, max(until - loop.time(), 0.01))
+        except NetworkError as error:
+            # It is behind, and costs no training.
+            if self._state.rounds.overlap and error.reason == "timeout":
+                return None
+            if error.reason == "broken":
+                raise Unanswered(str(error), error.reason) from None
+            raise Unanswered(str(error), error.reason) from error
+        finally:
+            if ahead is not None:
+                ahead.cancel()
+        return unpack(answered, Answer)
+
+    def _check_accepted(
+        self, pairing: PairingAttempt, peer: str, theirs: Offer, nonce: bytes
+    ) -> None:
+        """Raise MessageError if an accepted offer comes back as another."""
+        difference = pairing.attempt.contribution.differs(theirs)
+        offered = (nonce, self._context.swarm, self._context.model, pairing.key.round)
+        if (theirs.nonce, theirs.swarm, theirs.model, theirs.round) != offered:
+            difference = difference or "the nonce, swarm, model or round"
+        if difference is not None:
+            raise MessageError(
+                f"peer {short(peer)} accepted something else than was offered: {difference}."
+            )
 
     async def _answered(self, stream: Stream, pairing: PairingAttempt, seconds: float) -> bytes:
         """Wait for the answer, which comes when the peer comes to the round; but not for one that
@@ -379,43 +406,72 @@ class CallAnswerer:
             return None
 
     async def _judge(self, stream: Stream, offer: Offer) -> Judgement:
-        """Judge a call, which may be held until this node is at its round."""
+        """Judge a call; one for a round to which this node comes is held until then."""
         state, peer = self._state, stream.peer_id
         state.selector.alive(peer)
         refusal = self._refusal(peer, offer)
         if refusal is not None:
             return self._answer("refuse", refusal)
-        late = self._later_round(peer, offer)
-        if late is None and state.rounds.through(
-            offer.round, offer.fragment, state.at(offer.fragment)
-        ):
+        passed = self._passed(peer, offer)
+        if passed is not None:
+            return passed
+        if state.rounds.through(offer.round, offer.fragment, state.at(offer.fragment)):
             return self._answer("busy", "this node is through with that round")
-        pairing, incoming, taken = state.meeting(offer.fragment, peer), None, False
-        if late is None and (pairing is None or pairing.key.round != offer.round):
-            pairing, incoming = await self._held.hold(stream, offer)
-            # The round may have been given up just now.
-            taken = pairing is not None and pairing.phase.outcome is not None
-            late = None if taken else self._later_round(peer, offer)
-            if not taken and late is None:
-                return self._turn_away(peer, offer, "this node did not come to that round in time")
-        if late is not None or pairing is None:
-            if offer.model == self._context.model:
-                state.evidence.called(peer, offer.round)
-            return self._answer("passed", round=late)
+        pairing = state.meeting(offer.fragment, peer)
+        if pairing is not None and pairing.key.round == offer.round:
+            return self._judge_now(pairing, peer, offer)
+        taking, incoming = await self._held.hold(stream, offer)
+        # The round may have been given up just now.
+        if taking is None or taking.phase.outcome is None:
+            too_late = "this node did not come to that round in time"
+            return self._passed(peer, offer) or self._turn_away(peer, offer, too_late)
+        difference = taking.attempt.contribution.differs(offer)
+        if difference is not None:
+            taking.disengage()
+            return self._answer("refuse", difference)
+        return self._accept(taking, incoming)
+
+    def _judge_now(self, pairing: PairingAttempt, peer: str, offer: Offer) -> Judgement:
+        """Judge a call for the round in which ``pairing`` is."""
         difference = pairing.attempt.contribution.differs(offer)
         if difference is not None:
-            if taken:
-                pairing.disengage()
             return self._answer("refuse", difference)
-        reason = None if taken else self._turned_down(pairing, peer, offer)
-        if reason == "busy":
+        if not self._is_free(pairing.phase, peer, offer.round):
             return self._turn_away(peer, offer)
-        if reason is not None:
-            state.turn_away(peer, offer.round, offer.fragment)
-            return self._answer(reason)
-        if not taken:
-            pairing.engage()
-        return Judgement(pairing, Answer(verdict="accept", round=offer.round), incoming)
+        if self._calls_first(pairing.phase, peer, offer.round):
+            # It is called back in case it has just turned this node's call away.
+            self._state.turn_away(peer, offer.round, offer.fragment)
+            return self._answer("wait")
+        pairing.engage()
+        return self._accept(pairing, None)
+
+    def _is_free(self, phase: Phase, peer: str, round: int) -> bool:
+        """Return whether a meeting takes a call of ``peer``, if no own call to it goes first."""
+        if phase.step == Step.LISTENING:
+            return self._state.selector.accepts(peer, round)
+        return phase.peer == peer and phase.step != Step.TRANSFERRING
+
+    def _calls_first(self, phase: Phase, peer: str, round: int) -> bool:
+        """Return whether the own call to ``peer``, which crosses its call, is the one that counts:
+        that of the peer which comes first in the order of the round.
+        """
+        if phase.step not in (Step.OFFERING, Step.ACCEPTED):
+            return False
+        return self._state.rank(self._context.me, round) < self._state.rank(peer, round)
+
+    def _accept(self, pairing: PairingAttempt, incoming: Incoming | None) -> Judgement:
+        return Judgement(pairing, Answer(verdict="accept", round=pairing.key.round), incoming)
+
+    def _passed(self, peer: str, offer: Offer) -> Judgement | None:
+        """Return the answer to a caller that is late, which names a later round; None if it is
+        not.
+        """
+        later = self._later_round(peer, offer)
+        if later is None:
+            return None
+        if offer.model == self._context.model:
+            self._state.evidence.called(peer, offer.round)
+        return self._answer("passed", round=later)
 
     def _turn_away(self, peer: str, offer: Offer, reason: str = "") -> Judgement:
         """Answer a call that this node does not take; a much slower peer may wait for its next
@@ -461,18 +517,3 @@ class CallAnswerer:
         if at is None and self._state.selector.is_too_slow(peer, offer.round):
             return rounds.next_of(offer.round, offer.fragment)
         return rounds.instead(offer.round, offer.fragment, at)
-
-    def _turned_down(
-        self, pairing: PairingAttempt, peer: str, offer: Offer
-    ) -> Literal["busy", "wait"] | None:
-        """Return the answer if a meeting that is in the offer's round does not take the call."""
-        state, phase = self._state, pairing.phase
-        is_called = phase.peer == peer and phase.step <= Step.ACCEPTED
-        is_expected = phase.peer == peer and phase.step == Step.EXPECTING
-        is_free = phase.step == Step.LISTENING and state.selector.accepts(peer, offer.round)
-        if not (is_called or is_expected or is_free):
-            return "busy"
-        # Of calls that cross, that of the peer which comes first in the order of the round counts.
-        # Where this node's does, its peer is called back in case it was just turned away there.
-        mine, theirs = (state.rank(one, offer.round) for one in (self._context.me, peer))
-        return "wait" if is_called and phase.step != Step.DIALING and theirs > mine else None
