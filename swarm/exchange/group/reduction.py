@@ -19,6 +19,7 @@ import logging
 import math
 import threading
 from collections.abc import Awaitable, Callable, Iterable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import torch
@@ -57,37 +58,38 @@ class Gathered:
     screen: UpdateScreen
     parts: dict[str, tuple[float, Tensor | None]]
     """None: this node's own. Empty once the mean is there."""
-    _means: list[Mean] = field(default_factory=list)
+    _mean: Future[Mean] = field(default_factory=Future)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def mean(self) -> Mean:
         """Average in order of peer ids, so that every member gets the same bits.
 
-        It is computed once, in the first payload.
+        It is computed once, in the first payload, also if that fails: each call then raises the
+        error of the first.
         """
         with self._lock:
-            if not self._means:
-                mine = self.mine
-                contributions: list[tuple[str, float, Iterable[Tensor]]] = [
-                    (
-                        peer,
-                        weight,
-                        mine.payload.tensors() if payload is None else self._tensors(payload),
-                    )
-                    for peer, (weight, payload) in self.parts.items()
-                ]
-                self.parts.clear()
-                self._means.append(
-                    mean_of(
-                        self.screen,
-                        mine.codec,
-                        self.me,
-                        mine.key.fragment,
-                        contributions,
-                        mine.unweighted_count,
-                    )
-                )
-            return self._means[0]
+            if not self._mean.done():
+                try:
+                    self._mean.set_result(self._computed())
+                except BaseException as error:
+                    self._mean.set_exception(error)
+            return self._mean.result()
+
+    def _computed(self) -> Mean:
+        mine = self.mine
+        contributions: list[tuple[str, float, Iterable[Tensor]]] = [
+            (peer, weight, mine.payload.tensors() if payload is None else self._tensors(payload))
+            for peer, (weight, payload) in self.parts.items()
+        ]
+        self.parts.clear()
+        return mean_of(
+            self.screen,
+            mine.codec,
+            self.me,
+            mine.key.fragment,
+            contributions,
+            mine.unweighted_count,
+        )
 
     def _tensors(self, payload: Tensor) -> Iterator[Tensor]:
         # One peer's after the other's, to hold one at a time.

@@ -25,6 +25,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import Enum
 from itertools import islice
@@ -440,26 +441,30 @@ class Averaged:
 
     def __init__(self, screen: UpdateScreen, me: str, mine: EncodedContribution) -> None:
         self._screen, self._me, self._mine = screen, me, mine
-        self._mean: Mean | None = None
+        self._mean = Future[Mean]()
         self._lock = threading.Lock()
 
     def mean(self, received: tuple[PartnerContribution, ...]) -> Mean:
         """Return the mean, computed once, from the same bytes on both sides; with a codec for pairs
-        each side's is its own.
+        each side's is its own. If that fails each call raises the error of the first.
         """
         with self._lock:
-            if self._mean is None:
-                self._mean = self._computed(received)
-            return self._mean
+            if not self._mean.done():
+                try:
+                    self._mean.set_result(self._computed(received))
+                except BaseException as error:
+                    self._mean.set_exception(error)
+            return self._mean.result()
 
     def learnt(self, received: tuple[PartnerContribution, ...]) -> Mean:
         """Let a codec for pairs learn from what came, and return the mean."""
+        mean = self.mean(received)
         pairs = for_pairs(self._mine.codec)
         message = self._mine.payload.message
         for theirs in received:
             if isinstance(theirs.values, Reading) and pairs and message:
                 pairs[0].learn(message, theirs.values)
-        return self.mean(received)
+        return mean
 
     def _computed(self, received: tuple[PartnerContribution, ...]) -> Mean:
         mine, message = self._mine, self._mine.payload.message

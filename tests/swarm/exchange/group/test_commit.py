@@ -26,6 +26,8 @@ from shoal.swarm.exchange.group.leader import LEADER_PROTOCOL
 from shoal.swarm.exchange.group.reduction import AllGather, AllReduce, Gathered
 from shoal.swarm.exchange.group.roster import encode_list, ready_message
 from shoal.swarm.exchange.group.streams import PAYLOAD_PROTOCOL
+from shoal.swarm.exchange.pair.exchange import Averaged
+from shoal.swarm.exchange.pair.transfer import PartnerContribution
 from shoal.swarm.exchange.timeouts import ExchangeTimeouts
 from shoal.swarm.identity import Identity
 from shoal.swarm.p2p.stream import Stream
@@ -61,6 +63,56 @@ def test_only_the_mean_is_held():
     assert not any(ref() is not None for ref in held)
     assert means[0] is means[1]
     assert [tensor.tolist() for tensor in means[0].tensors] == [[[6.0] * 3] * 2, [6.0] * 4]
+
+
+class FailingOnce(UpdateScreen):
+    """A screen whose first mean fails, after it has begun to use up the contributions."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def mean(self, me, fragment, contributions, unweighted_count=0):
+        self.calls += 1
+        if self.calls == 1:
+            for _, _, tensors in contributions:
+                for tensor in tensors:
+                    tensor.fill_(math.nan)
+            raise MemoryError("no memory for a mean")
+        return super().mean(me, fragment, contributions, unweighted_count)
+
+
+def test_a_failed_mean_is_not_computed_again():
+    """The fault: the second call, training's, averaged what the first had used up."""
+    shapes = ((4,),)
+    own = SimpleNamespace(tensors=lambda: [torch.full(shape, 6.0) for shape in shapes])
+    mine = SimpleNamespace(
+        codec=FLOAT32, shapes=shapes, unweighted_count=0, key=RoundKey(SWARM, 0), payload=own
+    )
+    payload = FLOAT32.encode([torch.full(shape, 3.0) for shape in shapes])
+    screen = FailingOnce()
+    gathered = Gathered("a", mine, screen, {"a": (1.0, None), "b": (1.0, payload)})
+    errors = []
+    for _ in range(2):
+        with pytest.raises(MemoryError) as caught:
+            gathered.mean()
+        errors.append(caught.value)
+    assert errors[0] is errors[1]
+    assert screen.calls == 1
+
+
+def test_a_failed_mean_of_a_pair_is_not_computed_again():
+    own = [torch.full((4,), 6.0)]
+    payload = SimpleNamespace(message=None, tensors=lambda: own)
+    mine = SimpleNamespace(
+        codec=FLOAT32, weight=1.0, unweighted_count=0, key=RoundKey(SWARM, 0), payload=payload
+    )
+    screen = FailingOnce()
+    averaged = Averaged(screen, "a", mine)
+    received = (PartnerContribution("b", 1.0, [torch.full((4,), 3.0)]),)
+    for _ in range(2):
+        with pytest.raises(MemoryError):
+            averaged.learnt(received)
+    assert screen.calls == 1
 
 
 def kill(peer):
