@@ -57,7 +57,12 @@ class _Budget:
 
     def take_stream(self, peer: str, place: str) -> bool:
         microseconds = int(STREAM_S * MICROSECONDS)
-        return self._peers.take(peer, 0, microseconds) and self._ranges.take(place, 0, microseconds)
+        if not self._peers.take(peer, 0, microseconds):
+            return False
+        if not self._ranges.take(place, 0, microseconds):
+            self._peers.charge(peer, -microseconds)  # given back
+            return False
+        return True
 
     def charge(self, peer: str, place: str, microseconds: int) -> None:
         self._peers.charge(peer, microseconds)

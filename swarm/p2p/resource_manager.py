@@ -137,7 +137,7 @@ class ResourceManager:
 
     async def answer(self, stream: Stream, protocol: str, work: Awaitable[T]) -> T:
         """Return what ``work`` returns, which answers a stream, and charge the peer for its time;
-        a protocol that is metered by bytes costs none.
+        with a protocol that is metered by bytes only the stream itself has cost some.
         """
         if protocol in self._hourly:
             return await work
@@ -189,7 +189,7 @@ class ResourceManager:
 
     def _refusal(self, stream: Stream, protocol: str, own: int = 0) -> str:
         peer = stream.peer_id
-        if protocol not in self._hourly and not self._has_time(peer, stream.origin):
+        if not self._has_time(peer, stream.origin):
             return "time"
         if self.access_policy.denies(peer) or (
             protocol not in FREE and self.access_policy.blocks(peer)

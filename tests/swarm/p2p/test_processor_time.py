@@ -88,6 +88,15 @@ def test_many_refused_streams_add_up(work):
     assert [work.is_spent("a") for _ in range(most)].count(False) == most // 2
 
 
+def test_a_stream_refused_for_its_range_costs_nothing(work):
+    for number in range(3):
+        work.answer(f"key {number}", 1.0)
+    assert [work.is_spent("a") for _ in range(10_000)] == [True] * 10_000
+    assert not work.is_spent("a", OTHER), "its own time is whole"
+    most = round(PEER.of_peer_s / STREAM_S) - 1
+    assert [work.is_spent("a", OTHER) for _ in range(most + 1)] == [False] * most + [True]
+
+
 def test_an_answer_that_fails_is_charged(work):
     with pytest.raises(KeyError):
         work.answer("a", 2.0, fails=KeyError())
@@ -145,10 +154,23 @@ def test_a_spent_range_is_refused_with_one_sentence(work, caplog):
     assert manager.refused() == {"time": 4}
     assert manager.acquire(Caller("member", HOME), "/ask/1") == ""
     assert manager.acquire(Caller("k", OTHER), "/ask/1") == ""
-    assert manager.acquire(Caller("k", HOME), "/bulk/1") == "", "its bytes are metered"
+    assert manager.acquire(Caller("k", HOME), "/bulk/1") == "time", "opening one costs time too"
 
 
-def test_what_is_metered_by_bytes_costs_no_time(work):
+def test_new_streams_of_metered_protocols_cost_time(work):
+    manager = ResourceManager(clock=work.wall)
+    manager.processor_time = work.budget
+    manager.known = lambda peer: False
+    manager.meter("/bulk/1", 1 << 20)
+    most = round(PEER.of_peer_s / STREAM_S)
+    for _ in range(most):
+        stream = Caller("a", HOME)
+        assert manager.acquire(stream, "/bulk/1") == ""
+        manager.release(stream, "/bulk/1", 0)
+    assert manager.acquire(Caller("a", HOME), "/bulk/1") == "time"
+
+
+def test_answers_that_are_metered_by_bytes_cost_no_time(work):
     manager = ResourceManager(clock=work.wall)
     manager.processor_time = work.budget
     manager.known = lambda peer: False
