@@ -228,10 +228,10 @@ class Neighbours:
         theirs = await greeted(stream, self._own.swarm)
         is_member = self._is_member(stream.peer_id)
         places = self._accepted if is_member else self._readers
-        before = self._linked.get(stream.peer_id)
-        if before is not None:
-            places.free(before.stream)  # one peer has one place
-        if self._faults.is_shunned(stream.peer_id, stream.origin) or not places.take(stream):
+        # An earlier stream of the peer keeps its place until the new one replaces it.
+        beyond = 1 if places.peers[stream.peer_id] else 0
+        is_shunned = self._faults.is_shunned(stream.peer_id, stream.origin)
+        if is_shunned or not places.take(stream, beyond):
             self.counters.reject("crowded")
             return
         try:

@@ -307,6 +307,40 @@ def test_one_peer_has_one_place_however_often_it_calls(start):
     assert {each.peer for each in others} < set(middle.linked)
 
 
+@pytest.mark.parametrize("refused", ["shunned", "silent"])
+def test_a_refused_second_stream_leaves_the_first_its_place(start, monkeypatch, refused):
+    """The fault: it had freed the place before it was judged, so its peer held one uncounted."""
+    swarm = start(1)
+    (middle,) = swarm.all
+    caller = GossipPeer(swarm, "caller")
+    swarm.hidden = {middle.peer: {caller.peer}}
+    caller.gossip.close()
+    neighbours = middle.gossip.neighbours
+
+    async def call():
+        stream = await caller.host.open(middle.peer, GOSSIP_PROTOCOL, timeout=10.0)
+        with contextlib.suppress(NetworkError):
+            await greet(stream, GossipTopics(swarm=SWARM, topics=("note/1",)))
+        await stream.more(10.0)
+
+    caller.host.start(call())
+    swarm.run(1.0)
+    before = middle.linked[caller.peer]
+    assert not before.is_drawn
+    if refused == "shunned":
+        neighbours._faults.shun(caller.peer)
+    else:
+
+        async def fail(*_):
+            raise NetworkError("it takes nothing")
+
+        monkeypatch.setattr(module, "send_message", fail)
+    caller.host.start(call())
+    swarm.run(1.0)
+    assert middle.linked[caller.peer] is before
+    assert neighbours._accepted.peers[caller.peer] == 1
+
+
 def test_members_behind_relays_are_drawn_last(start):
     swarm = start(12)
     direct, relayed = swarm.all[:7], swarm.all[7:]
