@@ -7,11 +7,10 @@ wherever peers of several have answered, and one range alone ends no wait for ot
 from __future__ import annotations
 
 import asyncio
-import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median_low
 from typing import TYPE_CHECKING
 
@@ -148,50 +147,82 @@ async def collect(
     a second one, or no peer is making a snapshot: in the middle of a step honest ones answer late.
     ``check`` raises ShoalError at a header that does not fit.
     """
-    offers: list[SnapshotOffer] = []
-    errors: dict[str, Exception] = {}
-    making: set[str] = set()
-
-    async def one(to: Peer) -> None:
-        try:
-            header = await ask(host, to, request, nbytes, lambda: making.add(to[0]))
-            check(to[0], header)
-            offers.append(SnapshotOffer(*to, header, host.met.get(to[0], "")))
-        except ShoalError as error:
-            errors[to[0]] = error
-        finally:
-            making.discard(to[0])
-
-    def count(some: Sequence[SnapshotOffer]) -> int:
-        ranges = {range_of(host.met.get(peer, "")) for peer, _ in sources if peer not in errors}
-        return _ranges(some) if len(ranges) > 1 else len(some)
-
-    loop = asyncio.get_running_loop()
-    asked = [asyncio.ensure_future(one(to)) for to in sources]
-    pending: set[asyncio.Future[None]] = set(asked)
-    until = math.inf
+    poll = _Poll(host, request, sources, check, nbytes)
+    asked = [asyncio.ensure_future(poll.ask(to)) for to in sources]
     try:
-        while pending and count(agreed(offers)) < CONFIRMING_PEERS and count(offers) < most:
-            left: float | None = None
-            if until < math.inf and (count(offers) >= CONFIRMING_PEERS or not making):
-                left = until - loop.time()
-                if left <= 0:
-                    break
-            _, pending = await asyncio.wait(
-                pending, timeout=left, return_when=asyncio.FIRST_COMPLETED
-            )
-            if offers:
-                until = min(until, loop.time() + patience)
+        await poll.wait(asked, patience, most)
     finally:
         # In this order: that of a set is another in every run, and a simulation repeats itself.
         for task in asked:
             task.cancel()
-        await asyncio.gather(*pending, return_exceptions=True)
+        await asyncio.gather(*asked, return_exceptions=True)
     for task in asked:
         if not task.cancelled():
             task.result()  # raises what is an error of our own
     order = {peer: place for place, (peer, _) in enumerate(sources)}
-    return sorted(offers, key=lambda offer: order[offer.peer]), errors
+    return sorted(poll.offers, key=lambda offer: order[offer.peer]), poll.errors
+
+
+@dataclass
+class _Poll:
+    """Questions to all ``sources``, and what has come of them."""
+
+    host: Host
+    request: StateRequest
+    sources: Sequence[Peer]
+    check: Callable[[str, StateHeader], None]
+    nbytes: int
+    offers: list[SnapshotOffer] = field(default_factory=list)
+    errors: dict[str, Exception] = field(default_factory=dict)
+    making: set[str] = field(default_factory=set)
+    """Peers that are making a snapshot."""
+
+    async def ask(self, to: Peer) -> None:
+        """Ask one peer, and note its offer or error."""
+        peer = to[0]
+        try:
+            header = await ask(
+                self.host, to, self.request, self.nbytes, lambda: self.making.add(peer)
+            )
+            self.check(peer, header)
+            self.offers.append(SnapshotOffer(*to, header, self.host.met.get(peer, "")))
+        except ShoalError as error:
+            self.errors[peer] = error
+        finally:
+            self.making.discard(peer)
+
+    async def wait(self, asked: Iterable[asyncio.Future[None]], patience: float, most: int) -> None:
+        """Wait until the answers suffice, all are here, or ``patience`` is over."""
+        loop = asyncio.get_running_loop()
+        pending = set(asked)
+        until: float | None = None
+        while pending and not self._suffices(most):
+            left: float | None = None
+            if until is not None and self._may_end():
+                left = until - loop.time()
+                if left <= 0:
+                    return
+            _, pending = await asyncio.wait(
+                pending, timeout=left, return_when=asyncio.FIRST_COMPLETED
+            )
+            if self.offers and until is None:
+                until = loop.time() + patience
+
+    def _suffices(self, most: int) -> bool:
+        is_confirmed = self._count(agreed(self.offers)) >= CONFIRMING_PEERS
+        return is_confirmed or self._count(self.offers) >= most
+
+    def _may_end(self) -> bool:
+        """Return whether nobody is waited for once patience is over."""
+        return self._count(self.offers) >= CONFIRMING_PEERS or not self.making
+
+    def _count(self, offers: Sequence[SnapshotOffer]) -> int:
+        """Return the number of ``offers``; of their address ranges, if those who may answer are in
+        several.
+        """
+        asked = [peer for peer, _ in self.sources if peer not in self.errors]
+        ranges = {range_of(self.host.met.get(peer, "")) for peer in asked}
+        return _ranges(offers) if len(ranges) > 1 else len(offers)
 
 
 def agreed(offers: Sequence[SnapshotOffer]) -> list[SnapshotOffer]:

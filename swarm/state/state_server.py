@@ -11,10 +11,10 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -134,58 +134,83 @@ class StateServer:
         peers that asked each other before either had diverged must not wait for each other.
         """
         self._kept.expire()
-        wanted = list(self._wanted.items())
-        drifted = [
-            future
-            for future, (request, stream) in wanted
-            if self._keeps_its_own(request, stream.peer_id)
-        ]
-        if drifted:
-            with suppress(NetworkError):  # the host is closing
-                self._host.call(self._turn_away(drifted, DIVERGED), MESSAGE_S)
-        if not wanted or self.diverged is not None or self._making:
+        if self.diverged is not None:
+            self._refuse_diverged()
+            return
+        wanted = list(self._wanted.values())
+        if not wanted or self._making:
             return
         began = self._clock()
-        if began < self._rests[0] and not any(stream.partner for _, (_, stream) in wanted):
-            self._making = True  # until they are answered
+        is_for_partner = any(stream.partner for _, stream in wanted)
+        if began < self._rests[0] and not is_for_partner:
             with suppress(NetworkError):  # the host is closing
-                self._host.submit(self._hand_out(None))
+                self._begin(self._hand_out(None))
             return
         state = current()
-        latest = state.round + MAX_WAIT_ROUNDS
-        far = [future for future, (request, _) in wanted if request.since > latest]
+        self._turn_away_far(state.round)
+        if any(request.since <= state.round for request, _ in wanted):
+            self._serve(state, began)
+
+    def _refuse_diverged(self) -> None:
+        """Tell callers that must not wait for this node's weights to keep their own."""
+        refused = [
+            future
+            for future, (request, stream) in list(self._wanted.items())
+            if self._keeps_its_own(request, stream.peer_id)
+        ]
+        if refused:
+            with suppress(NetworkError):  # the host is closing
+                self._host.call(self._turn_away(refused, DIVERGED), MESSAGE_S)
+
+    def _turn_away_far(self, round: int) -> None:
+        """Tell callers that want a round far beyond ``round`` not to wait for it."""
+        latest = round + MAX_WAIT_ROUNDS
+        far = [
+            future for future, (request, _) in list(self._wanted.items()) if request.since > latest
+        ]
         if far:
             with suppress(NetworkError):  # the host is closing
                 self._host.submit(self._turn_away(far, FAR))
-        if all(request.since > state.round for _, (request, _) in wanted):
-            return
-        self._making = True
+
+    def _serve(self, state: State, began: float) -> None:
+        """Serve ``state``; while both kept snapshots are being downloaded, the later of the two.
+
+        ``began``: when this node began to gather it.
+        """
         try:
             version = state.version()
-            same = None
-            if self._last is not None and self._last[0] == version:
-                same = self._kept.get(self._last[1])
-            if same is not None:
-                self._host.submit(self._hand_out(same))
-            elif self._kept.full():
-                self._host.submit(self._hand_out(None))
-            else:
-                # Copied here, for the next step changes them.
-                payload = encode(state)
-                if state.version() != version:
-                    # By who loads others within a block of `at_rest`: callers wait for the next
-                    # step, or caller.
-                    self._making = False
-                    return
-                now = self._clock()
-                self._rests.append(now + REST_PER_COPY * (now - began))
-                self._host.submit(self._make(state, payload, version))
+            snapshot = self._made_of(version)
+            if snapshot is not None or self._kept.full():
+                self._begin(self._hand_out(snapshot))
+                return
+            # Copied here, for the next step changes them.
+            payload = encode(state)
+            if state.version() != version:
+                # By who loads others within a block of `at_rest`: callers wait for the next step,
+                # or caller.
+                return
+            now = self._clock()
+            self._rests.append(now + REST_PER_COPY * (now - began))
+            self._begin(self._make(state, payload, version))
         except (NetworkError, OSError) as error:  # the host is closing, or a disk has failed
-            self._making = False
             log.debug("weights are not served: %s", error)
         except Exception as error:  # training goes on, and the next caller is served again
-            self._making = False
             self._host.internal_errors.caught("weights", error)
+
+    def _made_of(self, version: tuple[object, ...]) -> Snapshot | None:
+        """Return the last snapshot if it was made of weights of ``version`` and is still kept."""
+        if self._last is None or self._last[0] != version:
+            return None
+        return self._kept.get(self._last[1])
+
+    def _begin(self, answering: Coroutine[Any, Any, None]) -> None:
+        """Begin to answer the callers; no other copy is made before that has ended."""
+        self._making = True
+        try:
+            self._host.submit(answering)
+        except BaseException:
+            self._making = False
+            raise
 
     async def _turn_away(
         self, callers: Iterable[asyncio.Future[Snapshot | Answer]], answer: Answer
