@@ -310,24 +310,13 @@ class DistanceScreen(UpdateScreen):
             return weighted_mean(contributions, unweighted_count)
         held = ((peer, weight, held_at_once(tensors)) for peer, weight, tensors in contributions)
         everyone = sorted(held, key=lambda item: item[0])
-        # A peer of weight 0 does not move the others; it takes over their result, in a pair within
-        # its own clip.
-        whole = [
-            item
-            for item in everyone
-            if item[1] > 0 or (self.robust != "centered-clip" and item[0] == me)
-        ]
-        whole = whole if any(weight for _, weight, _ in everyone) else everyone
-        if len(whole) == 1:
-            shares = [GRID]
-        elif self.robust == "centered-clip":
-            shares = centered_clip(
-                squared_distances([tensors for _, _, tensors in whole]), self.times
-            )
-        else:
-            other = next(peer for peer, _, _ in whole if peer != me)
-            theirs = self.newcomers.take(other, clipped_gossip(*self._radius[fragment, other]))
-            shares = [GRID - theirs if peer == me else theirs for peer, _, _ in whole]
+        whole = everyone
+        if any(weight for _, weight, _ in everyone):
+            # A peer of weight 0 does not move the others; it takes over their result, in a pair
+            # within its own clip.
+            own = me if self.robust != "centered-clip" else None
+            whole = [item for item in everyone if item[1] > 0 or item[0] == own]
+        shares = self._shares(me, fragment, whole)
         counted = [
             (peer, float(share), tensors)
             for share, (peer, _, tensors) in zip(shares, whole, strict=True)
@@ -342,6 +331,20 @@ class DistanceScreen(UpdateScreen):
             len(whole),
             limit=limit,
         )
+
+    def _shares(
+        self, me: str, fragment: int, whole: Sequence[tuple[str, float, Sequence[Tensor]]]
+    ) -> list[int]:
+        """Return the share of each contribution in the mean, in units of 1 / `GRID`."""
+        if len(whole) == 1:
+            return [GRID]
+        if self.robust == "centered-clip":
+            return centered_clip(
+                squared_distances([tensors for _, _, tensors in whole]), self.times
+            )
+        other = next(peer for peer, _, _ in whole if peer != me)
+        theirs = self.newcomers.take(other, clipped_gossip(*self._radius[fragment, other]))
+        return [GRID - theirs if peer == me else theirs for peer, _, _ in whole]
 
     def forget(self) -> None:
         """Forget the distances seen: this node has taken over others' weights, so they no longer

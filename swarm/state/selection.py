@@ -12,7 +12,7 @@ import itertools
 import logging
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -91,35 +91,13 @@ async def _confirmed(
     host: Host, swarm: str, offers: Sequence[SnapshotOffer], strict: bool
 ) -> SnapshotOffer:
     """Return the offer of the latest believed round to whose weights another peer's are near."""
-    samples: dict[str, torch.Tensor] = {}
-    in_slow = FLOAT32.nbytes(offers[0].header.shapes)  # all have the same: ``check`` saw to it
-    chunks = sorted(
-        random.Random(fresh_nonce()).sample(
-            range(chunks_in(in_slow)), min(SAMPLE_CHUNKS, chunks_in(in_slow))
-        )
-    )
-    for offer in sorted(offers, key=lambda one: -one.header.round):
-        try:
-            samples[offer.peer] = await _sample(host, swarm, offer, chunks, in_slow)
-        except NetworkError as error:
-            log.info("no sample of the weights of peer %s: %s", short(offer.peer), error)
+    samples = await _samples(host, swarm, offers)
     compared = [offer for offer in offers if offer.peer in samples]
     if not compared:
         raise NetworkError("the peers that offered weights are gone.")
     if len(compared) == 1:
         return compared[0]
-    near = {one.peer: [one] for one in compared}
-    for one, other in itertools.combinations(compared, 2):
-        apart = distance(samples[one.peer], samples[other.peer])
-        log.info(
-            "the weights of peers %s and %s are %.3g apart",
-            short(one.peer),
-            short(other.peer),
-            apart,
-        )
-        if apart <= MAX_NEAR_DISTANCE:
-            near[one.peer].append(other)
-            near[other.peer].append(one)
+    near = _near(compared, samples)
     limit = _limit(compared)
     place = {one.peer: number for number, one in enumerate(offers)}
 
@@ -144,6 +122,41 @@ async def _confirmed(
             "either."
         )
     return best
+
+
+def _near(
+    offers: Sequence[SnapshotOffer], samples: Mapping[str, torch.Tensor]
+) -> dict[str, list[SnapshotOffer]]:
+    """Return for each peer the offers whose samples are near its own, and its own."""
+    near = {one.peer: [one] for one in offers}
+    for one, other in itertools.combinations(offers, 2):
+        apart = distance(samples[one.peer], samples[other.peer])
+        log.info(
+            "the weights of peers %s and %s are %.3g apart",
+            short(one.peer),
+            short(other.peer),
+            apart,
+        )
+        if apart <= MAX_NEAR_DISTANCE:
+            near[one.peer].append(other)
+            near[other.peer].append(one)
+    return near
+
+
+async def _samples(
+    host: Host, swarm: str, offers: Sequence[SnapshotOffer]
+) -> dict[str, torch.Tensor]:
+    """Return the slow weights of each peer in the same random chunks, but of those that fail."""
+    in_slow = FLOAT32.nbytes(offers[0].header.shapes)  # all have the same: ``check`` saw to it
+    count = chunks_in(in_slow)
+    chunks = sorted(random.Random(fresh_nonce()).sample(range(count), min(SAMPLE_CHUNKS, count)))
+    samples: dict[str, torch.Tensor] = {}
+    for offer in sorted(offers, key=lambda one: -one.header.round):
+        try:
+            samples[offer.peer] = await _sample(host, swarm, offer, chunks, in_slow)
+        except NetworkError as error:
+            log.info("no sample of the weights of peer %s: %s", short(offer.peer), error)
+    return samples
 
 
 async def _sample(

@@ -402,16 +402,8 @@ class Participant:
         if agreement.table in (None, mine.digest):
             self.table = mine
             return
-        bases = [self.base]
-        is_like_own = log.base.round == self.base.round or not self.base.standings
-        is_of_use = log.base != self.base and not is_stale(log.base, self.round, self.rules)
-        if is_like_own and is_of_use:
-            bases.append(log.base)
-        ledgers = [known.ledger]
-        without_late = self._without_late(log)
-        if len(without_late) < len(known.ledger):
-            ledgers.append(without_late)
-        for history, ledger, base in itertools.product(self._histories(log), ledgers, bases):
+        ways = itertools.product(self._histories(log), self._ledgers(log), self._bases(log))
+        for history, ledger, base in ways:
             table = self._compute_table(ledger, base, history)
             if table.digest != agreement.table:
                 continue
@@ -463,8 +455,17 @@ class Participant:
             histories.append(own | theirs)
         return histories
 
-    def _without_late(self, log: Log) -> Ledger:
-        """Return the ledger without settled records that the author of ``log`` does not have."""
+    def _bases(self, log: Log) -> list[Table]:
+        """Return the own base, and that of ``log`` if it may take its place."""
+        is_like_own = log.base.round == self.base.round or not self.base.standings
+        if log.base == self.base or not is_like_own or is_stale(log.base, self.round, self.rules):
+            return [self.base]
+        return [self.base, log.base]
+
+    def _ledgers(self, log: Log) -> list[Ledger]:
+        """Return the own ledger, and if it has any the same without settled records that the author
+        of ``log`` does not have.
+        """
         ledger = self.consensus.ledger
         settled = max(self.round - SETTLED, -1)
         theirs = {signed.record.id for signed in log.records}
@@ -472,4 +473,6 @@ class Participant:
         for record in ledger:
             if record.id in theirs or ledger.stamp(record) > settled:
                 kept.append(record)
-        return Ledger(kept)
+        if len(kept) == len(ledger):
+            return [ledger]
+        return [ledger, Ledger(kept)]

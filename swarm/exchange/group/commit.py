@@ -137,14 +137,10 @@ class GroupCommit:
     async def run(self) -> None:
         everybody, leader = self._members, self._leader
         nbytes = moved(next(iter(everybody.values())).ready.nbytes, len(everybody))
-        self._began, self._longest = (
-            asyncio.get_running_loop().time(),
-            leader.timeouts.longest(nbytes),
-        )
-        self._again, until = (
-            leader.time.reducing(nbytes, self._key[1]),
-            self._began + leader.timeouts.moving(nbytes),
-        )
+        self._began = asyncio.get_running_loop().time()
+        self._longest = leader.timeouts.longest(nbytes)
+        self._again = leader.time.reducing(nbytes, self._key[1])
+        until = self._began + leader.timeouts.moving(nbytes)
         waiting = asyncio.ensure_future(self._needed.wait())
         waiting.add_done_callback(lambda _: self._changed.set())
         try:
@@ -186,7 +182,7 @@ class GroupCommit:
                 GroupFormed(nonce=nonce, reduction=reduction, alone=self._alone, members=listed)
             )
             await self._reports(nonce, until, whole)
-            mean = self._everybody(nonce) if whole else self._common(nonce)
+            mean = self._all_or_none(nonce) if whole else self._common(nonce)
             if mean and whole:
                 averages = next(iter(self._members.values())).averages[nonce]
         finally:
@@ -195,11 +191,16 @@ class GroupCommit:
             await self._send_all(GroupReply(decision=decision))
         return mean != 0
 
-    def _everybody(self, nonce: bytes) -> int:
+    @property
+    def _everybody(self) -> int:
+        """All members, as bits."""
+        return (1 << len(self._members)) - 1
+
+    def _all_or_none(self, nonce: bytes) -> int:
         """Return all members, as bits, if each reported that it holds everything, and the same
         averages (one may have died since); else 0.
         """
-        everybody = (1 << len(self._members)) - 1
+        everybody = self._everybody
         for member in self._members.values():
             if member.held.get(nonce) != everybody:
                 return 0
@@ -219,9 +220,8 @@ class GroupCommit:
 
     def _common(self, nonce: bytes) -> int:
         """Return the contributions that all remaining members hold, as bits."""
-        everybody = (1 << len(self._members)) - 1
         held = {
-            place: member.held[nonce] & everybody | 1 << place
+            place: member.held[nonce] & self._everybody | 1 << place
             for place, member in enumerate(self._members.values())
             if nonce in member.held and not member.gone
         }
@@ -239,9 +239,10 @@ class GroupCommit:
         send which members are lost.
         """
         loop = asyncio.get_running_loop()
-        everybody, lost = (1 << len(self._members)) - 1, 0
-        own, deadline = self._members.get(self._leader.me), until
+        lost = 0
         took: float | None = None
+        deadline = until
+        own = self._members.get(self._leader.me)
         if own is not None:
             deadline = max(until, self._began + self._longest)
         while True:
@@ -251,28 +252,39 @@ class GroupCommit:
                 deadline = max(until, loop.time() + took)
             if took is not None and (own is None or self._needed.is_set()):
                 deadline = min(deadline, loop.time() + max(self._again, took))
-            gone = sum(
-                1 << place
-                for place, member in enumerate(self._members.values())
-                if member.gone and nonce not in member.held
-            )
-            failed = gone or any(
-                member.held.get(nonce, everybody) != everybody for member in self._members.values()
-            )
-            if whole and failed:
+            gone = self._gone(nonce)
+            if whole and (gone or self._lacks_any(nonce)):
                 return
             if gone != lost:  # sent in any case: the next round need not wait for them either
                 lost = gone
                 await self._send_all(GroupLost(nonce=nonce, lost=lost))
-            if all(
-                member.gone or nonce in member.held or self._passed_over(p)
-                for p, member in self._members.items()
-            ):
+            if not self._awaits_any(nonce):
                 return
             try:
                 await asyncio.wait_for(self._changed.wait(), deadline - loop.time())
             except TimeoutError:
                 return
+
+    def _gone(self, nonce: bytes) -> int:
+        """Return the members that are gone without a report, as bits."""
+        gone = 0
+        for place, member in enumerate(self._members.values()):
+            if member.gone and nonce not in member.held:
+                gone |= 1 << place
+        return gone
+
+    def _lacks_any(self, nonce: bytes) -> bool:
+        """Return whether a member reported that it does not hold everything."""
+        reports = [member.held.get(nonce) for member in self._members.values()]
+        return any(held is not None and held != self._everybody for held in reports)
+
+    def _awaits_any(self, nonce: bytes) -> bool:
+        """Return whether a member that is not passed over has still to report."""
+        for peer, member in self._members.items():
+            has_ended = member.gone or nonce in member.held
+            if not has_ended and not self._passed_over(peer):
+                return True
+        return False
 
     def _is_first_part_over(self, nonce: bytes, own: MemberState | None) -> bool:
         """Return whether the leader's part is over; where it has none, half of the members'."""

@@ -477,11 +477,8 @@ class GroupExchange(ExchangeBase):
                 )
                 await channel.send(report)
                 # Others may take as long again, over a slower link.
-                left = (
-                    max(until, 2 * loop.time() - formed)
-                    - loop.time()
-                    + ANSWER_CHUNKS * self._timeouts.chunk
-                )
+                now = loop.time()
+                left = max(until, 2 * now - formed) - now + ANSWER_CHUNKS * self._timeouts.chunk
                 await first_of(listening, holding, timeout=left)
             try:
                 if not listening.done():
@@ -495,11 +492,8 @@ class GroupExchange(ExchangeBase):
             except NetworkError as error:
                 log.info("round %d: the channel to the leader broke: %s", attempt.key.round, error)
                 self._view.mark_absent([group.leader])
-                if (
-                    holding.done()
-                    and group.leader != self._context.me
-                    and not deadline.slept(SLEPT_BESIDE_LEADER)
-                ):
+                is_late = holding.done() and not deadline.slept(SLEPT_BESIDE_LEADER)
+                if is_late and group.leader != self._context.me:
                     self._view.attendance.missed(group.leader, attempt.key.round, held=True)
                 sealed = await self._ask(group) if reducing.done() else None
             averages = reduction.averages

@@ -159,7 +159,7 @@ def test_a_dead_leader_leaves_nobody_with_half_a_round(school, monkeypatch):
         kill(peers[0])
         return 0
 
-    monkeypatch.setattr(GroupCommit, "_everybody", dying)
+    monkeypatch.setattr(GroupCommit, "_all_or_none", dying)
     handles = start(peers, codecs)
     assert [handle.result() for handle in handles[1:]] == [None] * 3
     assert [codec.owed for codec in codecs[1:]] == [None] * 3

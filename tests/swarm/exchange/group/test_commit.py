@@ -510,7 +510,7 @@ def test_a_leader_gets_one_more_attempt_not_one_after_another(school, monkeypatc
         return await reduce(exchange, channel, group, *rest)
 
     monkeypatch.setattr(GroupExchange, "_reduce", counted)
-    monkeypatch.setattr(GroupCommit, "_everybody", lambda commit, nonce: 0)
+    monkeypatch.setattr(GroupCommit, "_all_or_none", lambda commit, nonce: 0)
     monkeypatch.setattr(GroupCommit, "run", endless)
     assert [handle.result() for handle in start(school.peers(3, wait=1.0), FLOAT32)] == [None] * 3
     assert len(reductions) == len(set(reductions)) == 3
@@ -527,7 +527,7 @@ def test_a_second_attempt_brings_no_new_member(school, monkeypatch):
         commit._members[last] = late
         await commit._try_reduction("gather", until)
 
-    monkeypatch.setattr(GroupCommit, "_everybody", lambda commit, nonce: 0)
+    monkeypatch.setattr(GroupCommit, "_all_or_none", lambda commit, nonce: 0)
     monkeypatch.setattr(GroupCommit, "run", adding)
     peers = school.peers(4, wait=1.0, chunk_timeout=1.0)
     assert [handle.result() for handle in start(peers, FLOAT32)] == [None] * 4
