@@ -205,10 +205,9 @@ def begin_from(trainer: Trainer, state: Mapping[str, Any]) -> None:
         raise TrainingError(f"The checkpoint does not fit this run: {error}.") from error
     opt = trainer.opt
     opt.restart_from_model()
-    opt.round, opt.applied = (
-        1,
-        [0] * opt.fragments,
-    )  # so that peers that join take over these weights, not those of the seed
+    # So that peers that join take over these weights, not those of the seed.
+    opt.round = 1
+    opt.applied = [0] * opt.fragments
 
 
 def is_newer(state: State, opt: OuterOptimizer) -> bool:

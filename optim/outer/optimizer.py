@@ -276,10 +276,7 @@ class OuterOptimizer(SavedState):
         fragment = self._fragment(number)
         part = fragment.part
         weight = self._weigh(fragment)
-        tail = self._buffers.now() if number == 0 else []
-        if self.slow[0].device.type == "cpu":
-            tail = to_host(tail, waits=self._weights.waits(part, tail))
-        self._weights.read(part)
+        tail = self._read(number, part)
         if not at_once:
             tail = [tensor.clone() for tensor in tail]
         listens = fragment.listens
@@ -323,6 +320,14 @@ class OuterOptimizer(SavedState):
         fragment.in_flight.append(pending)
         fragment.sent_at = (self.steps, self.tokens)
         self.round = max(self.round, due) + 1
+
+    def _read(self, number: int, part: Sequence[int]) -> list[Tensor]:
+        """Read the model's weights; return its averaged buffers, which go with fragment 0."""
+        tail = self._buffers.now() if number == 0 else []
+        if self.slow[0].device.type == "cpu":
+            tail = to_host(tail, waits=self._weights.waits(part, tail))
+        self._weights.read(part)
+        return tail
 
     def _start(self, pending: PendingExchange) -> None:
         """Begin the exchange of what was sent."""

@@ -16,10 +16,8 @@ if TYPE_CHECKING:
 
 
 KEPT_S = 600.0  # seconds without a call, after which a stream is ended
-KEPT, KEPT_EACH = (
-    32,
-    4,
-)  # streams at most, and to one peer, with which several fragments may be exchanged at once
+KEPT = 32  # streams at most
+KEPT_EACH = 4  # to one peer, with which several fragments may be exchanged at once
 ANSWERED = 64  # streams of callers that wait for their next call, at most
 
 

@@ -177,10 +177,8 @@ class Newcomers:
 
 
 Robust = Literal["none", "clipped-gossip", "centered-clip"]
-LEAST, RECENT = (
-    12,
-    8,
-)  # known before they make the bound, and used for it: few, so that it follows honest peers
+LEAST = 12  # distances that are known before they make the bound
+RECENT = 8  # of them that make it: few, so that it follows honest peers
 COLD = {"weights": 1.5, "displacement": 4.0}
 STILL = 1e-9  # of the own norm: peers that are nearer than this have not moved
 REMEMBERED = 1024  # radii and refusals

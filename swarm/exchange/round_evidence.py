@@ -169,11 +169,10 @@ class RoundEvidence:
         rounds = self._alone // self._fragments
         if rounds < 1 or not self._behind:
             return None
-        behind, met, others = (
-            dict(self._behind),
-            dict(self._met),
-            self._others(),
-        )  # the host's loop goes on meanwhile
+        # Copies: the host's loop goes on meanwhile.
+        behind = dict(self._behind)
+        met = dict(self._met)
+        others = self._others()
         last = self._shared if rounds < 2 * ALONE else {}
         callers = {peer: max(at, last.get(peer, 0)) for peer, at in behind.items() if peer in met}
         if not callers and (rounds >= 2 * ALONE or met.keys().isdisjoint(others)):

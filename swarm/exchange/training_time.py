@@ -61,10 +61,8 @@ class TrainingTime(RoundTime):
         """Return the seconds for which training may wait, from ``now`` on, for a partner to come to
         a round of ``fragment``.
         """
-        self._spare, self._spared = (
-            min(self._spare + GIVES * max(now - self._spared, 0.0), SPARE_S),
-            now,
-        )
+        self._spare = min(self._spare + GIVES * max(now - self._spared, 0.0), SPARE_S)
+        self._spared = now
         return max(
             self.budget(0, fragment),
             SEVERAL * median_low(self._waits.values() or (0.0,)),

@@ -41,12 +41,8 @@ logging.addLevelName(logging.WARNING, "WARNING")  # hivemind renames the level f
 
 # nodes that are asked for a key: the nearest, twice as many as hold its records; hivemind asks 20
 NODES_ASKED = 10
-LIGHT_S, MEET_S = (
-    1.5,
-    1.0,
-    # seconds that a node which only looks waits for an answer, and for more peers than the first
-    # that does
-)
+LIGHT_S = 1.5  # for which a node that only looks waits for an answer
+MEET_S = 1.0  # for which it waits for more peers than the first that answers
 # records of one key that a node stores: 360 kB of members, where an answer of 4 MB could not be
 # read
 MAX_SUBKEYS = 64

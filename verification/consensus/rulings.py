@@ -129,16 +129,10 @@ def rule(
     if first is None:
         return Ruling(claim, "unverified", tuple(trials))
     appeals: list[Dispute | Opening] = []
-    plants: list[Opening] = []
     for appeal in ledger.appeals(claim.id):
-        if appeal.peer in ignored or appeal.attempt != len(trials) - 1:
-            continue
-        appeals.append(appeal)
-        in_time = 0 <= appeal.round - claim.round <= rules.appeal_rounds
-        if not isinstance(appeal, Opening) or not in_time:
-            continue
-        if is_plant(appeal, claim, ledger, electorates, rules):
-            plants.append(appeal)
+        if appeal.peer not in ignored and appeal.attempt == len(trials) - 1:
+            appeals.append(appeal)
+    plants = _plants(appeals, claim, ledger, electorates, rules)
     for appeal in appeals:
         if isinstance(appeal, Opening) and (appeal not in plants or first == "invalid"):
             continue
@@ -154,6 +148,24 @@ def rule(
                 overturned=final.decision != first,
             )
     return Ruling(claim, first, tuple(trials), opened=bool(plants))
+
+
+def _plants(
+    appeals: Collection[Dispute | Opening],
+    claim: Claim,
+    ledger: Ledger,
+    electorates: Electorates,
+    rules: Rules,
+) -> list[Opening]:
+    """Return the openings that came in time, of a claim that its author had to plant."""
+    plants: list[Opening] = []
+    for appeal in appeals:
+        in_time = 0 <= appeal.round - claim.round <= rules.appeal_rounds
+        if not isinstance(appeal, Opening) or not in_time:
+            continue
+        if is_plant(appeal, claim, ledger, electorates, rules):
+            plants.append(appeal)
+    return plants
 
 
 def trial(

@@ -231,10 +231,8 @@ class AllGather:
             raise MessageError(
                 f"the contribution of peer {short(peer)} was refused: {problem.text}.", problem.kind
             )
-        self._parts[peer], self.arrived[peer] = (
-            (ready.weight, scratch),
-            asyncio.get_running_loop().time(),
-        )
+        self._parts[peer] = ready.weight, scratch
+        self.arrived[peer] = asyncio.get_running_loop().time()
 
 
 PART = 1 << 18
@@ -298,10 +296,8 @@ class ShareReduction:
     async def run(self) -> None:
         if not self._takes_part:
             return
-        reducing, failing = (
-            asyncio.ensure_future(self._reduced()),
-            asyncio.ensure_future(self._failed.wait()),
-        )
+        reducing = asyncio.ensure_future(self._reduced())
+        failing = asyncio.ensure_future(self._failed.wait())
         try:
             left = self._until - asyncio.get_running_loop().time()
             await asyncio.wait(
@@ -419,11 +415,9 @@ class AllReduce(ShareReduction):
         """Return the parts of the share that ``peer`` averages; none if there are fewer values than
         members.
         """
-        place, count, step = (
-            self.group.members.index(peer),
-            len(self.group.members),
-            PART // values.element_size(),
-        )
+        place = self.group.members.index(peer)
+        count = len(self.group.members)
+        step = PART // values.element_size()
         start, end = (values.numel() * bound // count for bound in (place, place + 1))
         return [slice(at, min(at + step, end)) for at in range(start, end, step)]
 

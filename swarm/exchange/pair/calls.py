@@ -81,11 +81,9 @@ async def open_unless(called: asyncio.Event, opening: Coroutine[Any, Any, Stream
 
     Raises NetworkError.
     """
-    stream, call, wanted = (
-        asyncio.ensure_future(opening),
-        asyncio.ensure_future(called.wait()),
-        False,
-    )
+    stream = asyncio.ensure_future(opening)
+    call = asyncio.ensure_future(called.wait())
+    wanted = False
     try:
         await first_of(stream, call)
         wanted = not called.is_set()

@@ -148,10 +148,8 @@ class PairExchange(ExchangeBase):
         rounds, time = PairRounds(fragments, overlap), TrainingTime(timeouts, fragments)
         super().__init__(context.host, rounds, RoundEvidence(context, fragments), time)
         self._context, self._timeouts, self._screen = context, timeouts, screen
-        self._selector, transfers = (
-            PairSelector(context, departed, fragments, speed if overlap else no_speed),
-            PairTransfer(context.host, timeouts),
-        )
+        self._selector = PairSelector(context, departed, fragments, speed if overlap else no_speed)
+        transfers = PairTransfer(context.host, timeouts)
         self.state = PairState(
             context, timeouts, transfers, self._selector, self.rounds, self.evidence, self.time
         )
@@ -195,7 +193,8 @@ class PairExchange(ExchangeBase):
             pairing = self.state.under_way[fragment] = PairingAttempt(attempt, number)
             self.rounds.begin(number, attempt.key.round, fragment)
         nbytes = attempt.contribution.payload.nbytes
-        pairing.usual, self.state.sizes[fragment] = self.state.sizes.get(fragment) == nbytes, nbytes
+        pairing.usual = self.state.sizes.get(fragment) == nbytes
+        self.state.sizes[fragment] = nbytes
         loop, needed = asyncio.get_running_loop(), pairing.needed
         # Not the pairing, to avoid a reference cycle, which would keep both contributions until
         # Python's collector came.

@@ -217,10 +217,8 @@ class PairState:
         try:
             async with running(transfer, pairing.needed.wait()) as (work, needed):
                 await first_of(work, needed)
-                since, longest = (
-                    loop.time(),
-                    self.time.budget(nbytes, key.fragment, loop.time() - began),
-                )
+                since = loop.time()
+                longest = self.time.budget(nbytes, key.fragment, since - began)
                 await first_of(work, timeout=longest)
                 given_up = not work.done() and attempt.commit.close() is None
                 if given_up:
