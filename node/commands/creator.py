@@ -7,6 +7,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
+import reprlib
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing, suppress
@@ -203,8 +204,6 @@ def wanted(assigned: Mapping[str, Any]) -> dict[str, Any]:
     for key in assigned:
         _check_changeable(key)
     fields = {key.partition(".")[2]: value for key, value in assigned.items()}
-    if isinstance(fields.get("lr"), int) and not isinstance(fields["lr"], bool):
-        fields["lr"] = float(fields["lr"])
     try:
         ChangePart(round=0, **fields)
     except ValidationError as error:
@@ -212,7 +211,7 @@ def wanted(assigned: Mapping[str, Any]) -> dict[str, Any]:
         name = str(first["loc"][0])
         what = re.sub(r"^Input should", "it should", first["msg"])
         raise ConfigError(
-            f"The setting train.{name}={fields[name]!r} cannot be used: {what}."
+            f"The setting train.{name}={reprlib.repr(fields[name])} cannot be used: {what}."
         ) from None
     return fields
 
@@ -292,6 +291,12 @@ def _changed(
             raise ConfigError(
                 f"Round {at} is over, for the swarm is in round {now}: leave --at out, or name a "
                 "later one."
+            )
+        last = MAX_COUNT // (manifest.outer.resolved().every or 1)
+        if at is not None and at > last:
+            raise ConfigError(
+                f"The last round that --at can name is {last}: leave it out, or name an earlier "
+                "one."
             )
         before = newest_of(replies.values(), link.swarm, manifest)
         round = now + NEXT if at is None else at

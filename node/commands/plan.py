@@ -4,7 +4,7 @@ measured.
 
 from __future__ import annotations
 
-import math
+import reprlib
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -85,9 +85,10 @@ def plan(
     }
     for name, value in given.items():
         low, high, unit = BOUNDS[name]
-        if value is not None and not (math.isfinite(value) and low <= value <= high):
+        if value is not None and not low <= value <= high:
             raise PlanError(
-                f"--{name} {value:g} cannot be used: give between {low:g} and {high:g} {unit}."
+                f"--{name} {reprlib.repr(value)} cannot be used: give between {low:g} and {high:g} "
+                f"{unit}."
             )
     measured = None
     if measure is not None:

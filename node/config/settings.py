@@ -111,7 +111,7 @@ def _read(path: Path) -> dict[str, Any]:
             f"The settings file {str(path)!r} is not UTF-8 text: save it as UTF-8, as TOML asks "
             "for."
         ) from error
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # it has too many digits, or is no TOML
         raise ConfigError(
             f"The settings file {str(path)!r} is not TOML ({error}): correct that place."
         ) from error
@@ -151,7 +151,7 @@ def assignment(text: str) -> tuple[str, Any]:
         return key, value
     try:
         return key, tomllib.loads(f"value = {value}")["value"]
-    except tomllib.TOMLDecodeError:
+    except ValueError:  # it is no TOML, or has too many digits
         return key, value
 
 

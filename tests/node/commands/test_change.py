@@ -72,6 +72,9 @@ class Swarm:
             self.taken[peer] = open_change(sealed, SWARM, CREATOR.peer_id)
         return ChangeReply(change=sealed or self.held)
 
+    def change(self, at):
+        return creator.change(SimpleNamespace(swarm=SWARM), {"train.lr": 1e-4}, None, at)
+
     def end(self, at=None):
         return creator.end(SimpleNamespace(swarm=SWARM), None, at)
 
@@ -137,6 +140,27 @@ def test_round_of_liars_alone_is_bounded(monkeypatch):
     swarm.add(3, round=2**53 // FRAGMENTS, place="10.{}.0.1")
     made = swarm.end()
     assert made["round"] * EVERY <= 2**53
+
+
+@pytest.mark.parametrize("at", [2**53 // EVERY + 1, 10**400], ids=["next", "huge"])
+def test_a_round_too_far_off_is_refused_with_the_last(swarm, at):
+    """Fault: a round, or its steps, beyond 2^53 ended with a traceback of pydantic."""
+    for command in (swarm.change, swarm.end):
+        with pytest.raises(ConfigError) as caught:
+            command(at)
+        assert str(caught.value) == (
+            f"The last round that --at can name is {2**53 // EVERY}: leave it out, or name an "
+            "earlier one."
+        )
+    assert swarm.end(2**53 // EVERY)["round"] == 2**53 // EVERY
+
+
+def test_a_rate_of_hundreds_of_digits_is_refused():
+    with pytest.raises(
+        ConfigError, match=r"^The setting train\.lr=10+\.\.\.0+ cannot be used: it should"
+    ):
+        creator.wanted({"train.lr": 10**400})
+    assert creator.wanted({"train.lr": 1}) == {"lr": 1}
 
 
 def test_one_silent_member_costs_no_others_answer(swarm, monkeypatch):

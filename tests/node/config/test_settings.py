@@ -391,6 +391,18 @@ def test_assignment_is_toml_or_plain_text(text, value):
     assert (key, got, type(got)) == (text.partition("=")[0], value, type(value))
 
 
+def test_a_number_of_thousands_of_digits_is_refused(tmp_path):
+    """Fault: Python reads none of over 4,300 digits, and the command ended with a traceback."""
+    digits = "1" * 5000
+    assert assignment(f"train.steps={digits}") == ("train.steps", digits)
+    with pytest.raises(ConfigError, match=r"^The setting train\.steps='1+\.\.\.1+' cannot be used"):
+        load(None, dict([assignment(f"train.steps={digits}")]))
+    file = tmp_path / "swarm.toml"
+    file.write_text(f"[train]\nsteps = {digits}\n")
+    with pytest.raises(ConfigError, match=r"^The settings file .* is not TOML \(Exceeds the limit"):
+        load(file)
+
+
 @pytest.mark.parametrize("text", ["width", "=3", "a b=3", "outer.=3", ".lr=3"])
 def test_what_is_no_assignment(text):
     with pytest.raises(

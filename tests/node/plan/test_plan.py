@@ -304,7 +304,9 @@ def test_people_get_a_table_and_advice(tmp_path):
         ("peers", 1),
         ("peers", 10**9),
         ("every", 0),
+        ("steps", 10**400),
     ],
+    ids=lambda value: f"{value!s:.20}",
 )
 def test_a_number_that_cannot_be_used_is_named(option, value):
     with pytest.raises(
