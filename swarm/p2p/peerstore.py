@@ -56,12 +56,13 @@ class Peerstore:
         self._path = None if path is None else path.absolute()
         self._swarm = swarm
         self._lock = threading.Lock()
+        self._writing = threading.Lock()
         self._peers: dict[str, tuple[str, ...]] = {}
         self._answered: dict[str, float] = {}  # of those addresses, when each answered last
         self.listened: tuple[str, ...] = ()
         """Addresses, ports included, on which this node listens, or did in an earlier run."""
         if path is not None:
-            self.remember(self._load(path))
+            self._note(self._load(path))
         self._saved = self._content()
 
     def __contains__(self, peer: str) -> bool:
@@ -70,8 +71,15 @@ class Peerstore:
     def remember(self, addresses: Iterable[str]) -> None:
         """Note full multiaddrs, the best one of each peer first.
 
-        Leave out this node's own, and those that no link can hold.
+        Leave out this node's own, and those that no link can hold. The first peer of all is kept in
+        the file at once: without it a node that is killed would come back alone.
         """
+        knew_none = not self._peers
+        self._note(addresses)
+        if knew_none and self._peers:
+            self.save()
+
+    def _note(self, addresses: Iterable[str]) -> None:
         found = by_peer(address for address in addresses if address_problem(address) is None)
         found.pop(self._own, None)
         with self._lock:
@@ -102,19 +110,22 @@ class Peerstore:
 
     def save(self) -> None:
         """Write the file, whole or not at all, if anything changed. A failure is logged."""
-        with self._lock:
-            kept = self._content()
-        # Dicts are equal in any order: a change of the order is not worth a write.
-        if self._path is None or kept == self._saved:
-            return
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            replace_file(self._path, json.dumps({"swarm": self._swarm, **kept}, indent=1))
-            self._saved = kept
-        except OSError as error:
-            log.warning(
-                "the addresses of known peers were not saved in %s (%s)", self._path, error.strerror
-            )
+        with self._writing:
+            with self._lock:
+                kept = self._content()
+            # Dicts are equal in any order: a change of the order is not worth a write.
+            if self._path is None or kept == self._saved:
+                return
+            try:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                replace_file(self._path, json.dumps({"swarm": self._swarm, **kept}, indent=1))
+                self._saved = kept
+            except OSError as error:
+                log.warning(
+                    "the addresses of known peers were not saved in %s (%s)",
+                    self._path,
+                    error.strerror,
+                )
 
     def _content(self) -> dict[str, Any]:
         answered = {}

@@ -10,8 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.node.config.settings import load
+from shoal.swarm.file_lock import replace_file
 from shoal.swarm.identity import Identity
 from shoal.swarm.membership.membership import NetworkOptions
+from shoal.swarm.p2p import peerstore
 from shoal.swarm.p2p.listening import ANYWHERE, as_before
 from shoal.swarm.p2p.peerstore import (
     ANSWERED_PLACES,
@@ -44,6 +46,27 @@ def test_what_was_met_is_there_in_the_next_run(tmp_path):
     assert [p.name for p in path.parent.iterdir()] == ["peers.json"]
     # Another swarm's peers are of no use.
     assert Peerstore(OWN, path, "b" * 52).addresses() == []
+
+
+def test_the_first_peer_is_kept_at_once(tmp_path, monkeypatch):
+    """The fault: a creator that was killed a moment after it had met the first other one kept no
+    address, and trained alone when it was started again.
+    """
+    path = tmp_path / "peers.json"
+    written = []
+    monkeypatch.setattr(
+        peerstore, "replace_file", lambda *given: (written.append(given), replace_file(*given))
+    )
+    known = Peerstore(OWN, path, SWARM)
+    known.remember([at(OWN)])
+    assert not path.exists()
+    known.remember([at(OTHER)])
+    assert Peerstore(OWN, path, SWARM).addresses() == [at(OTHER)]
+    for host in range(2, 100):
+        known.remember([at(Identity.ephemeral().peer_id, host)])
+    assert len(written) == 1, "the others wait for the next look around"
+    known.save()
+    assert len(written) == 2
 
 
 def test_the_own_port_is_there_in_the_next_run(tmp_path):
