@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 DECISION_PROTOCOL = "/shoal/decision/1"
 REMEMBERED = 1024
 """Decisions."""
-ASK_S = 1.0
-"""Seconds that a member in doubt spends on asking."""
 
 log = logging.getLogger(__name__)
 
@@ -40,13 +38,20 @@ log = logging.getLogger(__name__)
 class DecisionLog:
     """The decisions that this node made as a leader or received as a member.
 
-    All coroutines run on the host's loop.
+    All coroutines run on the host's loop. ``ask_s``: seconds that a member in doubt spends on
+    asking, in which a slow link needs several round trips.
     """
 
     def __init__(
-        self, host: Host, identity: Identity, swarm: str, protocol: str = DECISION_PROTOCOL
+        self,
+        host: Host,
+        identity: Identity,
+        swarm: str,
+        ask_s: float,
+        protocol: str = DECISION_PROTOCOL,
     ) -> None:
         self._host, self._identity, self._swarm = host, identity, swarm
+        self._ask_s = ask_s
         self._protocol = protocol
         self._sealed = Newest[bytes, bytes](REMEMBERED)
         self._pending: dict[bytes, asyncio.Event] = {}
@@ -104,14 +109,14 @@ class DecisionLog:
         self, leader: str, nonce: bytes, peers: Iterable[tuple[str, Sequence[str]]]
     ) -> bytes | None:
         """Return the decision from any of ``peers`` (peer id, addresses) that has it; None if none
-        of them does within a second.
+        of them does in time.
         """
         asking = [
             asyncio.ensure_future(self._asked(peer, addresses, leader, nonce))
             for peer, addresses in peers
         ]
         try:
-            for answer in asyncio.as_completed(asking, timeout=ASK_S):
+            for answer in asyncio.as_completed(asking, timeout=self._ask_s):
                 sealed = await answer
                 if sealed is not None:
                     return sealed
@@ -130,10 +135,12 @@ class DecisionLog:
         self, peer: str, addresses: Sequence[str], leader: str, nonce: bytes
     ) -> bytes | None:
         try:
-            opening = self._host.open(peer, self._protocol, addresses=addresses, timeout=ASK_S)
+            opening = self._host.open(
+                peer, self._protocol, addresses=addresses, timeout=self._ask_s
+            )
             with contextlib.closing(await opening) as stream:
-                await stream.send(pack(GroupQuestion(nonce=nonce)), ASK_S)
-                reply = unpack(await stream.receive(GroupReply.LIMIT, ASK_S), GroupReply)
+                await stream.send(pack(GroupQuestion(nonce=nonce)), self._ask_s)
+                reply = unpack(await stream.receive(GroupReply.LIMIT, self._ask_s), GroupReply)
                 self.open(reply.decision, leader, nonce)
                 return reply.decision
         except (NetworkError, MessageError) as error:
@@ -141,14 +148,14 @@ class DecisionLog:
             return None
 
     async def _answer(self, stream: Stream) -> None:
-        question = unpack(await stream.receive(GroupQuestion.LIMIT, ASK_S), GroupQuestion)
+        question = unpack(await stream.receive(GroupQuestion.LIMIT, self._ask_s), GroupQuestion)
         pending = self._pending.get(question.nonce)
         if pending is not None:
             try:
-                await asyncio.wait_for(pending.wait(), ASK_S)
+                await asyncio.wait_for(pending.wait(), self._ask_s)
             except TimeoutError:
                 log.debug("a peer asked for a decision that is not made yet")
-        await stream.send(pack(GroupReply(decision=self._sealed.get(question.nonce))), ASK_S)
+        await stream.send(pack(GroupReply(decision=self._sealed.get(question.nonce))), self._ask_s)
 
 
 def digest_of(averages: bytes) -> bytes | None:

@@ -47,7 +47,6 @@ REMEMBERED = 64
 # processors
 VERIFIED = 3e6
 KNOWN = 4096  # peers and fragments that were exchanged with
-ASK_S = 1.0  # seconds that a callee in doubt spends on asking again
 
 Outcome = Literal["committed", "aborted"]
 log = logging.getLogger(__name__)
@@ -283,11 +282,15 @@ class PairTransfer:
     async def _ask(self, peer: str, nonce: bytes, room: int) -> bytes | None:
         """Ask the caller once more, over a new stream, after its confirmation was lost; return what
         it refused, if it committed.
+
+        A slow link needs several round trips for that. Training waits no longer for it than for the
+        rest of the exchange (`TrainingTime.budget`).
         """
+        seconds = self._timeouts.chunk
         try:
-            reply = await asyncio.wait_for(self._asked(peer, nonce, ASK_S, room), ASK_S)
+            reply = await asyncio.wait_for(self._asked(peer, nonce, seconds, room), seconds)
         except (TimeoutError, NetworkError, MessageError) as error:
-            why = str(error) or f"no answer within {ASK_S:g} s"
+            why = str(error) or f"no answer within {seconds:g} s"
             log.warning(
                 "the confirmation of an exchange was lost and its peer cannot be asked (%s): the "
                 "round is given up",

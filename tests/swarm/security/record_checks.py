@@ -361,7 +361,7 @@ class Judgements(Court):
     make, old = staticmethod(decision), {"nonce": bytes(15) + b"1"}
 
     def __init__(self, network):
-        self.decisions = DecisionLog(network.host(), VICTIM, SWARM)
+        self.decisions = DecisionLog(network.host(), VICTIM, SWARM, 1.0)
 
     def judge(self, sealed, sender):
         return reason_of(self.decisions.open, sealed, sender.peer_id, bytes(16))
