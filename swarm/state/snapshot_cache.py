@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from shoal.swarm.exchange.timeouts import LEAST_RATE
+from shoal.swarm.pacing.progress import SLOWEST_BYTES_PER_S
 from shoal.swarm.state.snapshot import Snapshot
 
 # snapshots that a node holds at most, each as large as its slow weights and shared state in float32
@@ -34,9 +35,18 @@ class _Held:
 
     snapshot: Snapshot
     made: float
-    asked: float  # time of the last request for it
+    asked: float  # time of the last request for it, or of the end of the last download
     readers: int = 0
     read: bool = False
+
+    def is_wanted(self, now: float) -> bool:
+        """Return whether it was asked for lately, or is being read at least as fast as the slowest
+        link that counts would: that takes longer for one chunk than `UNUSED_S`.
+        """
+        if now - self.asked <= UNUSED_S:
+            return True
+        slowest_s = self.snapshot.header.nbytes / SLOWEST_BYTES_PER_S
+        return self.readers > 0 and now - self.made <= UNUSED_S + slowest_s
 
     def busy(self, now: float) -> bool:
         return self.readers > 0 or (not self.read and now - self.asked <= BUSY_S)
@@ -44,7 +54,7 @@ class _Held:
 
 class SnapshotCache:
     """Cache of snapshots that this node hands out: at most two, each dropped two minutes after its
-    last request. Thread-safe.
+    last request, or once a slow download that goes on must be over. Thread-safe.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -86,13 +96,12 @@ class SnapshotCache:
                 if found is not None:
                     found.readers = found.readers - 1
                     found.read = True
+                    found.asked = self._clock()  # after a break it goes on
 
     def expire(self) -> None:
         with self._lock:
             now = self._clock()
-            self._held = {
-                id: held for id, held in self._held.items() if now - held.asked <= UNUSED_S
-            }
+            self._held = {id: held for id, held in self._held.items() if held.is_wanted(now)}
 
     def full(self) -> bool:
         """Return whether one more would drop a snapshot that is being downloaded, or is about to
