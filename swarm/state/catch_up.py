@@ -270,7 +270,8 @@ def _fetch_weights(
 ) -> State | None:
     creator = membership.manifest.creator
     early = _early(membership, begun)
-    sources = sources_in(membership.host, _others(membership), model, creator, early)
+    others = _others(membership)
+    sources = sources_in(membership.host, others, model, creator, early)
     if not sources:
         return None
     try:
@@ -278,13 +279,19 @@ def _fetch_weights(
         query = query_for(membership, model, opt)
         state = fetch_state(membership.host, query, sources, held, watch)
     except NetworkError as error:
-        why = str(error).rstrip(".")
-        raise NetworkError(
-            f"The swarm is training, but its weights could not be had ({why}): try again."
-        ) from error
+        raise _not_had(others, str(error).rstrip(".")) from error
     if state is None:
-        raise NetworkError(
-            "The swarm is training but none of its members served the weights to start from: try "
-            "again."
-        )
+        raise _not_had(others, "none of its members served them")
     return state
+
+
+def _not_had(others: Mapping[str, Member], why: str) -> NetworkError:
+    """Return the error that the weights could not be had from ``others``."""
+    if any(member.state == "training" or member.round > 0 for member in others.values()):
+        return NetworkError(
+            f"The swarm is training, but its weights could not be had ({why}): try again."
+        )
+    return NetworkError(
+        "The swarm has not begun, and the weights that it begins with could not be had from those "
+        f"who wait in it ({why}): see that its creator's loop still runs, and join again."
+    )

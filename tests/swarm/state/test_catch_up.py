@@ -223,8 +223,21 @@ def test_weights_that_cannot_be_had_end_in_one_sentence(monkeypatch):
         NetworkError, match=r"its weights could not be had \(they are far apart\): try again\."
     ):
         Swarm(monkeypatch, [member(10)], given=[NetworkError("they are far apart.")]).join()
-    with pytest.raises(NetworkError, match="none of its members served the weights"):
+    with pytest.raises(NetworkError, match=r"\(none of its members served them\): try again\."):
         Swarm(monkeypatch, [member(10)], given=[None]).join()
+
+
+@pytest.mark.parametrize("given", [None, NetworkError("they are far apart.")])
+def test_a_swarm_that_waits_is_not_said_to_train(monkeypatch, given):
+    """The fault: the first rounds of own loops, who wait for each other, read as training."""
+    swarm = Swarm(monkeypatch, [member(0, "waiting")], given=[given], task=OWN_LOOP)
+    with pytest.raises(NetworkError) as caught:
+        swarm.join(begun=False)
+    why = "none of its members served them" if given is None else "they are far apart"
+    assert str(caught.value) == (
+        "The swarm has not begun, and the weights that it begins with could not be had from those "
+        f"who wait in it ({why}): see that its creator's loop still runs, and join again."
+    )
 
 
 def test_another_model_is_said_whatever_the_members_answer(monkeypatch):
