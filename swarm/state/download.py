@@ -50,19 +50,26 @@ class NotHeldError(NetworkError):
 
 
 class ChunkSource:
-    """Stream to a peer that may hold the snapshot ``id``.
+    """Stream to a peer that may hold the snapshot ``id``, one of so many ``sources`` of a download.
 
     Use it on the host's loop, and ``close`` it.
     """
 
     def __init__(
-        self, host: Host, swarm: str, id: bytes, peer: str, addresses: Sequence[str]
+        self,
+        host: Host,
+        swarm: str,
+        id: bytes,
+        peer: str,
+        addresses: Sequence[str],
+        sources: int = 1,
     ) -> None:
         self._host = host
         self._swarm = swarm
         self._id = id
         self.peer = peer
         self._addresses = addresses
+        self._of_sources = sources
         self._stream: Stream | None = None
         self._closed = False
 
@@ -96,7 +103,7 @@ class ChunkSource:
             room,
             chunk_timeout=MESSAGE_S,
             deadline=now + CHUNK_S,
-            longest=now + chunk_s(len(room)),
+            longest=now + chunk_s(len(room), self._of_sources),
         )
 
     def close(self) -> None:
@@ -289,7 +296,7 @@ class _Download:
     async def run(self, sources: Sequence[Peer]) -> None:
         streams = []
         for _ in range(STREAMS_PER_SOURCE):
-            streams += [self._lane(peer) for peer in sources]
+            streams += [self._lane(peer, len(sources)) for peer in sources]
         async with running(self._whole(), *streams) as (whole, *lanes):
             pending: set[asyncio.Future[None]] = {whole, *lanes}
             while not whole.done() and len(pending) > 1:
@@ -313,9 +320,9 @@ class _Download:
         self._change.set()
         self._change = asyncio.Event()
 
-    async def _lane(self, to: Peer) -> None:
+    async def _lane(self, to: Peer, sources: int) -> None:
         peer, addresses = to
-        source = ChunkSource(self._host, self._swarm, self._id, peer, addresses)
+        source = ChunkSource(self._host, self._swarm, self._id, peer, addresses, sources)
         self._sources.append(source)
         scratch = memoryview(bytearray(min(CHUNK, self._header.nbytes)))
         try:
