@@ -5,7 +5,7 @@ The text is that of the files of ``data``, the same number of characters of each
 without files it is the language reference that comes with Python (``pydoc_data``). Every sixteenth
 block is held out. `RealText` deals the rest in consecutive parts: with as many files as nodes each
 node has a file of its own, and what is held out is of all. `FreshText` deals blocks in turn, so
-that all nodes have text of all files.
+that all nodes have text of all files, or with ``unlike`` in consecutive parts too.
 """
 
 from __future__ import annotations
@@ -172,11 +172,13 @@ class RealText(Task):
 class FreshText(RealText):
     """The same with our own transformer, from random weights.
 
-    ``base``: folder of a tokenizer (`learn`); ``size``: of `SIZES`.
+    ``base``: folder of a tokenizer (`learn`); ``size``: of `SIZES`; ``unlike``: each node has a
+    part of the text of its own, in the order of the files.
     """
 
-    def __init__(self, size: str = "1m", **options: Any) -> None:
+    def __init__(self, size: str = "1m", unlike: bool = False, **options: Any) -> None:
         super().__init__(**options)
+        self.unlike = unlike
         self.layers, self.width, self.heads, self.vocabulary = SIZES[size]
 
     def model(self) -> nn.Module:
@@ -184,6 +186,8 @@ class FreshText(RealText):
         return GPT(self.layers, self.width, self.heads, self.context, self.vocabulary)
 
     def _text(self, part: int | None, of: int) -> list[str]:
+        if self.unlike:
+            return super()._text(part, of)
         held, rest = split(read(self.data, self.most))
         return held if part is None else rest[part::of]
 

@@ -8,6 +8,7 @@ them, on the same text.
         runs/real --json
     python bench/real.py --from-scratch 10m --data a.txt,b.txt --alone 1 --times 4 --ddp --figure \
         curves.svg --folder runs/10m
+    python bench/real.py --from-scratch 10m --data a.txt,b.txt --inner muon --only-ddp --json
 
 FOLDER holds a causal language model of transformers, such as SmolLM2-135M. Nodes are processes of
 `shoal up` and `shoal join` on this machine, one thread each. Every node trains on its own part of
@@ -19,8 +20,9 @@ mean over the nodes, after the rounds. Beside it
 * `loss_times`, with --times N: the first node alone, with its part and N times the steps;
 * `loss_ddp`, with --ddp: data parallel training of as many nodes, computed in one process, whose
   batch is those of all nodes one after another: the same mathematics. `ddp_bytes` is what a ring
-  all-reduce of float32 would send, computed.
+  all-reduce of float32 would send, computed. With --only-ddp nothing else is trained.
 
+All of them have the inner optimizer --inner: the task's own AdamW, or Shoal's Muon or AdamW.
 The learning rate has the schedule --schedule over each run's own steps. --kill I@STEP kills node I
 with SIGKILL there, and starts it again with --resume; with --late STEP the last node joins when the
 first has done so many steps, and leaves when the others have ended: `late_measured` is [steps,
@@ -57,6 +59,7 @@ from shoal.node.demo.nodes import LOOK_S, Nodes, Process, start_first
 from shoal.node.runtime.display import Display, make_display
 from shoal.node.runtime.result import RESULT
 from shoal.node.runtime.run_options import METRICS
+from shoal.optim.inner import LR as MUON_LR
 
 TASK = f"{Path(__file__).parent / '_real_task.py'}:"
 LOCAL = "/ip4/127.0.0.1/tcp/0"
@@ -112,7 +115,7 @@ def swarm(
         "most": chosen.most,
     }
     if chosen.from_scratch:
-        options |= {"size": chosen.from_scratch}
+        options |= {"size": chosen.from_scratch, "unlike": chosen.unlike}
     settings = {
         "swarm.start_when": start_when,
         "swarm.shards": chosen.nodes,
@@ -124,6 +127,8 @@ def swarm(
     }
     if chosen.schedule != "task":
         settings["train.warmup"] = chosen.warmup
+    if chosen.inner != "task":
+        settings |= {"train.optimizer": chosen.inner, "train.lr": chosen.lr}
     given = [f"--option={key}={json.dumps(value)}" for key, value in options.items()]
     return [
         "--method",
@@ -370,25 +375,21 @@ def curve(nodes: Sequence[dict[str, Any]], tokens: int) -> list[list[float]]:
     ]
 
 
-def report(parts: dict[str, Any], chosen: argparse.Namespace) -> dict[str, Any]:
-    """Return the figures: losses are means over the nodes, bytes a sum, waits and times means,
-    memory that of the largest node.
-    """
-    nodes = parts["together"]["nodes"]
+def report_together(part: dict[str, Any]) -> dict[str, Any]:
+    """Return the figures of the nodes that trained in one swarm."""
+    nodes = part["nodes"]
     ended = [node for node in nodes if node["loss_last"] is not None]
-    one = chosen.batch * chosen.context
-    curves = {"together": curve(ended, one * chosen.nodes)}
 
     def mean(key: str) -> float:
         return statistics.fmean(node[key] for node in ended)
 
-    made: dict[str, Any] = {
+    return {
         "loss_first": mean("loss_first"),
         "loss_last": mean("loss_last"),
         "bytes_sent": sum(node["bytes_sent"] for node in nodes),
         "wait_s": mean("wait_s"),
         "wall_s": mean("wall_s"),
-        "peak_mb": parts["together"]["peak_mb"],
+        "peak_mb": part["peak_mb"],
         "nodes": len(nodes),
         "params": nodes[0]["params"],
         "steps": nodes[0]["steps"],
@@ -398,8 +399,21 @@ def report(parts: dict[str, Any], chosen: argparse.Namespace) -> dict[str, Any]:
         "late_measured": [
             node["measured"][-1] for node in nodes if node["loss_last"] is None and node["measured"]
         ],
-        "seconds": parts["together"]["seconds"] + parts.get("alone_s", 0.0),
     }
+
+
+def report(parts: dict[str, Any], chosen: argparse.Namespace) -> dict[str, Any]:
+    """Return the figures: losses are means over the nodes, bytes a sum, waits and times means,
+    memory that of the largest node.
+    """
+    one = chosen.batch * chosen.context
+    made: dict[str, Any] = {"seconds": parts.get("alone_s", 0.0)}
+    curves: dict[str, list[list[float]]] = {}
+    if "together" in parts:
+        of_nodes = report_together(parts["together"])
+        made |= {**of_nodes, "seconds": made["seconds"] + parts["together"]["seconds"]}
+        ended = [node for node in parts["together"]["nodes"] if node["loss_last"] is not None]
+        curves["together"] = curve(ended, one * chosen.nodes)
     single = [parts[name] for index in range(chosen.alone) if (name := f"alone-{index}") in parts]
     if single:
         made |= {"loss_alone": mean_last(single), "alone": [node["loss_last"] for node in single]}
@@ -408,13 +422,14 @@ def report(parts: dict[str, Any], chosen: argparse.Namespace) -> dict[str, Any]:
         made |= {"loss_times": parts["times"]["loss_last"], "times": chosen.times}
         curves["times"] = curve([parts["times"]], one)
     if "ddp" in parts:
-        made |= {"loss_ddp": parts["ddp"]["loss_last"]}
-        made["ddp_bytes"] = (
-            8 * (chosen.nodes - 1) * made["params"] * parts["ddp"]["steps"]
-        )  # a ring's 2 (n - 1) / n each
+        params, steps = parts["ddp"]["params"], parts["ddp"]["steps"]
+        made |= {"loss_ddp": parts["ddp"]["loss_last"], "params": params, "steps": steps}
+        made["ddp_bytes"] = 8 * (chosen.nodes - 1) * params * steps  # a ring's 2 (n - 1) / n each
         curves["ddp"] = curve([parts["ddp"]], one * chosen.nodes)
     shown = (
         "from_scratch",
+        "unlike",
+        "inner",
         "method",
         "every",
         "lora",
@@ -437,6 +452,15 @@ def report(parts: dict[str, Any], chosen: argparse.Namespace) -> dict[str, Any]:
 
 def mean_last(results: Sequence[dict[str, Any]]) -> float:
     return statistics.fmean(found["loss_last"] for found in results)
+
+
+def default_lr(chosen: argparse.Namespace) -> float:
+    """Return the learning rate of a run that names none."""
+    if chosen.inner == "muon":
+        return MUON_LR
+    if chosen.from_scratch:
+        return 3e-3
+    return 1e-3 if chosen.lora else 1e-4
 
 
 def victim(text: str) -> tuple[int, int]:
@@ -478,7 +502,21 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--node", action="append", default=[], help="a further flag of each node")
     parser.add_argument(
-        "--lr", type=float, help="of AdamW; by default 1e-4, of an adapter 1e-3, from scratch 3e-3"
+        "--unlike",
+        action="store_true",
+        help="from scratch: each node has a part of the text of its own, in the order of the files",
+    )
+    parser.add_argument(
+        "--inner",
+        default="task",
+        choices=("task", "adamw", "muon"),
+        help="inner optimizer of all that is trained; task: the task's own AdamW",
+    )
+    parser.add_argument(
+        "--lr",
+        type=float,
+        help="of the inner optimizer; by default 1e-4, of an adapter 1e-3, from scratch 3e-3, of "
+        "Muon 0.02",
     )
     parser.add_argument(
         "--schedule",
@@ -506,6 +544,7 @@ def arguments() -> argparse.Namespace:
         help="train the first node alone with so many times the steps",
     )
     parser.add_argument("--ddp", action="store_true")
+    parser.add_argument("--only-ddp", action="store_true", help="train nothing but that")
     parser.add_argument("--at-once", type=int, default=2, help="nodes that train alone at once")
     parser.add_argument(
         "--folder", type=Path, help="keep what is done here; by default a temporary one"
@@ -516,7 +555,10 @@ def arguments() -> argparse.Namespace:
     if chosen.kill and not 0 < chosen.kill[0] < chosen.nodes - bool(chosen.late):
         parser.error("--kill: neither the first node, which has made the link, nor the late one")
     chosen.alone = chosen.nodes if chosen.alone is None else chosen.alone
-    chosen.lr = chosen.lr or (3e-3 if chosen.from_scratch else 1e-3 if chosen.lora else 1e-4)
+    if chosen.only_ddp:
+        chosen.ddp = True
+        chosen.alone = chosen.times = 0
+    chosen.lr = chosen.lr or default_lr(chosen)
     chosen.data = ",".join(str(Path(name).resolve()) for name in chosen.data.split(",") if name)
     return chosen
 
@@ -524,7 +566,7 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     """Run what is not done yet, and print the report."""
     chosen = arguments()
-    whatever = ("folder", "json", "at_once", "figure", "alone", "times", "ddp")
+    whatever = ("folder", "json", "at_once", "figure", "alone", "times", "ddp", "only_ddp")
     settings = json.loads(
         json.dumps({key: value for key, value in vars(chosen).items() if key not in whatever})
     )
@@ -544,7 +586,7 @@ def main() -> None:
             path.with_suffix(".part").write_text(json.dumps(parts), encoding="utf-8")
             path.with_suffix(".part").replace(path)
 
-        if "together" not in parts:
+        if "together" not in parts and not chosen.only_ddp:
             keep({"together": together(chosen, folder / "together", display)})
         wanted = [f"alone-{index}" for index in range(chosen.alone)]
         wanted += ["times"] * bool(chosen.times) + ["ddp"] * chosen.ddp
