@@ -31,7 +31,7 @@ class FinalAverage:
     def change_end(self, step: int | None) -> None:
         """Note the step after which all members end by a change of the swarm; None: nowhere."""
         if self.last is not None:
-            self.last.ends_at(step, by_change=True)
+            self.last.ends_at(step, by_round=step is not None)
 
     def hurry(self, seconds: float) -> None:
         """Let the average take ``seconds`` from now at most."""

@@ -175,9 +175,8 @@ class LastAverage(Exchange):
         self._end: int | None = None
         """The step at which a member is at its end, by this node's own; None if it does not know.
         """
-        self._ends_by_change = False
-        """True if a change of the swarm's steps ends this node, and so also members beyond its end.
-        """
+        self._ends_by_round = False
+        """True if members end in this node's round, and so also those beyond its last step."""
         every = outer.resolved().every if outer.round == "steps" else None
         self._steps_an_exchange = (every or 0) / fragments
         self._until: float | None = None
@@ -216,14 +215,16 @@ class LastAverage(Exchange):
         )
         membership.host.resource_manager.partner = partner  # that of the rounds of training
 
-    def ends_at(self, step: int | None, *, by_change: bool = False) -> None:
+    def ends_at(self, step: int | None, *, by_round: bool = False) -> None:
         """Note the step of this node's end, at which others should be at theirs; None if it is not
         known.
 
-        ``by_change``: the creator set it while the swarm runs, so members beyond it end too.
+        ``by_round``: members end in this node's round, however many steps each has done: the
+        creator set the end while the swarm runs, or loops end where the swarm is
+        (`Session.follow`).
         """
         self._end = step
-        self._ends_by_change = by_change and step is not None
+        self._ends_by_round = by_round
 
     @property
     def ended(self) -> bool:
@@ -235,8 +236,8 @@ class LastAverage(Exchange):
         if self.ended:
             return
         is_past_end = self._end is not None and step > self._end
-        at_its_end = step == self._end
-        self._ends_by_change = is_past_end or (self._ends_by_change and at_its_end)
+        at_its_end = self._end is None or step == self._end
+        self._ends_by_round = is_past_end or (self._ends_by_round and at_its_end)
         if not is_past_end:
             self._end = step
         self._until = time.monotonic() + LONGEST_WAIT_S
@@ -318,21 +319,23 @@ class LastAverage(Exchange):
 
         Records come a second late, so one without a speed may be there already.
         """
-        left: float = 0 if self._end is None else self._end - member.step
-        if left < 0:
-            if not self._ends_by_change:
-                return 0.0  # it goes on beyond this node's end
-            left = self._steps_behind(member)
+        left = self._steps_left(member)
+        if left is None:
+            return 0.0
         needs = left / member.steps_per_s if member.steps_per_s > 0 else 0.0
         return 0.0 if needs > LONGEST_WAIT_S else STEP_TIME_FACTOR * needs + GRACE_S
 
-    def _steps_behind(self, member: Member) -> float:
-        """Return the inner steps after which a member is in this node's round; 0 where they are not
-        known.
+    def _steps_left(self, member: Member) -> float | None:
+        """Return the inner steps that a member has to its end, None if it goes on beyond this
+        node's.
         """
+        left = 0 if self._end is None else self._end - member.step
+        if not self._ends_by_round:
+            return left if left >= 0 else None
         own = self._directory.own()
-        rounds = 0 if own is None else max(own.round - member.round, 0)
-        return rounds * self._steps_an_exchange
+        if own is None or not self._steps_an_exchange:
+            return max(left, 0)
+        return max(own.round - member.round, 0) * self._steps_an_exchange
 
 
 class _RestingHandle(Handle):

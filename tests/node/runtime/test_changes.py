@@ -45,7 +45,7 @@ class Followed:
         node.settings = load(None, {**SWARMS, **own})
         node.membership = SimpleNamespace(changes=changes, manifest=manifest)
         last = SimpleNamespace(
-            ends_at=lambda step, by_change: self.expected.append((step, by_change))
+            ends_at=lambda step, by_round: self.expected.append((step, by_round))
         )
         node.trainer = SimpleNamespace(
             change=lambda **given: self.taken.append(given), final=FinalAverage(last=last)

@@ -150,6 +150,53 @@ def test_a_late_loop_is_waited_for():
 
 
 @pytest.mark.ci
+@pytest.mark.ci
+def test_a_loop_that_joined_late_waits_too():
+    """It ends where the swarm is, before the other, which has done more steps by then.
+
+    Mutant: steps that each counts from its own join are compared, and it waits for nobody.
+    """
+    first = created(1)
+    link = first.link
+    joined = threading.Event()
+
+    def early():
+        with first:
+            net = first._state.model
+            opt = first.optimizer(sgd(net))
+            loop(opt, net, 0, steps=10)
+            assert joined.wait(30)
+            loop(opt, net, 0, steps=5)
+
+            def other_ended():
+                first.membership.directory.look()
+                return any(m.finished for m in first.membership.directory.members().values())
+
+            until(other_ended, 30)
+            loop(opt, net, 0, steps=5)
+        return [p.detach().clone() for p in net.parameters()], first.ended
+
+    def late():
+        net = model(1)
+        with shoal.join(link, state=net, network=HERE, node="peer-1") as session:
+            opt = session.optimizer(sgd(net))
+            joined.set()
+            left = 20 - session.progress
+
+            def other_is_beyond():
+                session.membership.directory.look()
+                steps = [m.step for m in session.membership.directory.members().values()]
+                return any(step > left for step in steps)
+
+            until(other_is_beyond, 30)
+            loop(opt, net, 1, steps=left)
+        return [p.detach().clone() for p in net.parameters()], session.ended
+
+    (one, report), (other, _) = together(early, late)
+    assert report.members == ("peer-0", "peer-1")
+    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
 def test_who_dies_at_the_end_is_left_out():
     first = created(3)
     link, gone = first.link, threading.Event()
@@ -303,14 +350,17 @@ def test_later_ending_member_is_not_waited_for(world):
 
 
 def test_a_change_that_ends_all_at_once_lets_them_wait(world):
-    """`shoal end` sets the end behind the steps of all, which differ in rounds of seconds."""
+    """`shoal end` sets the end behind the steps of all, who end in one round."""
+    every = OuterSettings().resolved().every
     world.last.ends_at(100)
-    world.set(BERT, step=300, steps_per_s=1.0)
-    world.set(CARL, step=90, steps_per_s=1.0)
+    world.set(ME, step=200, round=8)
+    world.set(BERT, step=300, round=8, steps_per_s=1.0)
+    world.set(CARL, step=90, round=7, steps_per_s=every / 10)
+    world.last.announce = lambda: world.set(ME, step=200, round=8, finished=True)
     world.last.begin(200)
     assert world.there() == ["anna", "bert", "carl"]
     world.now = GRACE_S + 1
-    assert world.there() == ["anna", "carl"]  # at 100, its end, in 10 s
+    assert world.there() == ["anna", "carl"]  # in round 8 in 10 s
 
 
 @pytest.mark.parametrize("step", [100, 200], ids=["came late", "is past it"])
@@ -321,7 +371,7 @@ def test_members_beyond_a_changed_end_are_waited_for(world, step):
     however long a round takes.
     """
     every = OuterSettings().resolved().every
-    world.last.ends_at(100, by_change=True)
+    world.last.ends_at(100, by_round=True)
     world.set(ME, step=step, round=8)
     world.set(BERT, step=180, round=7, steps_per_s=every / 20)  # so it needs 20 s
     world.set(CARL, step=190, round=8, steps_per_s=every / 20)
@@ -336,7 +386,7 @@ def test_members_beyond_a_changed_end_are_waited_for(world, step):
 
 def test_training_leader_awaits_who_ends_by_a_change(world):
     """Mutant: only a node at its end knows that the change ends others too."""
-    world.last.ends_at(100, by_change=True)
+    world.last.ends_at(100, by_round=True)
     world.set(ME, step=99, steps_per_s=1.0)
     world.set(BERT, step=150, finished=True)
     world.set(CARL, step=150, steps_per_s=1.0)
@@ -345,7 +395,7 @@ def test_training_leader_awaits_who_ends_by_a_change(world):
 
 def test_an_earlier_end_waits_for_none_beyond(world):
     """Its own end is not that of the others."""
-    world.last.ends_at(100, by_change=True)
+    world.last.ends_at(100, by_round=True)
     world.set(BERT, step=150, steps_per_s=1.0)
     world.last.begin(90)
     assert world.there() == ["anna"]

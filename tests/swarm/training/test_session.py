@@ -532,7 +532,7 @@ def test_a_loop_that_takes_no_changes_is_told_so(caplog, monkeypatch):
     """Mutant: the last average is not told where others now expect this loop's end."""
     key, begin, ends = Identity.ephemeral(), model(0), []
     monkeypatch.setattr(
-        LastAverage, "ends_at", lambda last, step, by_change: ends.append((step, by_change))
+        LastAverage, "ends_at", lambda last, step, by_round: ends.append((step, by_round))
     )
     with shoal.create(state=begin, every=EVERY, network=HERE, identity=key) as session:
         opt = session.optimizer(sgd(begin))
@@ -542,7 +542,7 @@ def test_a_loop_that_takes_no_changes_is_told_so(caplog, monkeypatch):
         loop(opt, begin, 1, steps=2)
         assert not session.over
     assert session.over, "a closed session has no partners"
-    assert ends == [(None, False), (40, True)]
+    assert ends == [(None, True), (40, True)]
     said = [line for line in caplog.messages if "has changed" in line]
     assert said == [
         "the swarm's creator has changed train.steps=40: this loop ends there if it asks "
