@@ -211,12 +211,16 @@ class Stream:
         instant of ``time.monotonic()``; ``longest``: the same for a transfer that moves so fast
         that it will be over by then.
 
-        Raises NetworkError when time is up or the stream ends early; the stream is then closed and
-        ``incoming`` holds an unusable part. When it returns, nobody refers to the buffers any more,
-        and no byte beyond ``incoming`` was read, so messages work afterwards.
+        What `more` took for the head of a message is the payload's beginning. Raises NetworkError
+        when time is up or the stream ends early; the stream is then closed and ``incoming`` holds
+        an unusable part. When it returns, nobody refers to the buffers any more, and no byte beyond
+        ``incoming`` was read, so messages work afterwards.
         """
-        if self._announced is not None:
-            raise ValueError("a message is half received: receive it before the swap")
+        if self._announced is not None and len(incoming) - arrived >= HEAD_BYTES:
+            beginning = self._announced.to_bytes(HEAD_BYTES, "big")
+            incoming[arrived : arrived + HEAD_BYTES] = beginning
+            arrived += HEAD_BYTES
+            self._announced = None
         loop = asyncio.get_running_loop()
         out = await self._taken_over(outgoing)
         # The protocol that is replaced must not be waiting for the socket, for it gets no callbacks
@@ -392,10 +396,10 @@ class Stream:
         self._writer.close()
 
     async def more(self, timeout: float) -> bool:
-        """Wait until the peer begins another message; False when it has ended its side, or
-        ``timeout`` seconds passed, before.
+        """Wait until the peer sends more; False when it has ended its side, or ``timeout`` seconds
+        passed, before.
 
-        Nothing is lost: `receive` takes that message.
+        Nothing is lost: `receive` takes what comes as a message, `swap` as a payload.
         """
         try:
             await asyncio.wait_for(self._head(), timeout)

@@ -42,7 +42,7 @@ class HeldCalls:
         in the time a caller waits, or too many calls with that fragment are held. Also return what
         has come of the payload meanwhile. It is received from a partner of that round, `RECEIVED`
         times with each fragment and partner, or from a much slower peer, if it is as large as this
-        node's own.
+        node's own; before that is known it waits in the stream.
         """
         round, fragment = offer.round, offer.fragment
         call = (fragment, stream.peer_id)
@@ -57,8 +57,9 @@ class HeldCalls:
             SLOWER if slower else RECEIVED * len(partners)
         )
         expected = peer in partners or (slower and has_room)
-        ahead = expected and state.sizes.get(fragment) == offer.nbytes
-        if ahead and has_room:
+        own_size = state.sizes.get(fragment)
+        ahead = expected and own_size in (None, offer.nbytes)
+        if ahead and has_room and own_size is not None:
             self._receiving[fragment, slower] += 1
             incoming = Incoming(offer.nbytes)
         gone = asyncio.ensure_future(self._until_gone(stream, incoming, ahead))

@@ -13,7 +13,7 @@ import uvloop
 
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.p2p.bulk import CHUNK_BYTES
-from shoal.swarm.p2p.stream import Stream
+from shoal.swarm.p2p.stream import HEAD_BYTES, Stream
 from shoal.swarm.pacing.meter import TrafficMeter
 from shoal.swarm.pacing.routes import MEASURED_BYTES
 
@@ -322,6 +322,22 @@ async def test_sent_ahead_bytes_continue_in_the_swap(size, there):
         assert (into, taken) == (out, back)
         assert a.idle
         assert b.idle
+        assert (a.sent, b._traffic.received) == (size, size)
+        await a.send(b"after", 5)
+        assert await b.receive(10, 5) == b"after"
+
+
+@pytest.mark.parametrize("size", [HEAD_BYTES, HEAD_BYTES + 1, 2 * CHUNK_BYTES])
+async def test_a_payload_taken_for_a_message_is_whole(size):
+    """Mutants: the swap loses what `more` has read, or refuses to begin."""
+    async with pair() as (a, b):
+        out, back = os.urandom(size), os.urandom(size)
+        into = bytearray(size)
+        taken = bytearray(size)
+        a.send_ahead(memoryview(out))
+        assert await b.more(5)
+        await asyncio.gather(swap(a, out, taken), swap(b, back, into))
+        assert (into, taken) == (out, back)
         assert (a.sent, b._traffic.received) == (size, size)
         await a.send(b"after", 5)
         assert await b.receive(10, 5) == b"after"

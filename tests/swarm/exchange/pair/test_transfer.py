@@ -526,6 +526,35 @@ def test_only_partners_of_two_rounds_fill_memory(pair):
     assert not held._receiving.total()
 
 
+def test_a_newcomers_first_payload_waits_in_the_stream(pair):
+    """It does not know its own size yet, which the partner's payload must have.
+
+    Mutant: the payload is taken for a message, and its caller for one that has gone on.
+    """
+    assert pair.run() == [(2.0, -2.0)] * 2
+    held, me = pair.exchanges[1].held, pair.hosts[0].peer_id
+    pair.exchanges[1].state.sizes.clear()
+
+    class Speaking:
+        peer_id, origin, partner = me, "", False
+        receive_ahead = None
+
+        async def more(self, seconds):
+            return True
+
+    async def holding():
+        offer = SimpleNamespace(round=1, fragment=0, nbytes=4)
+        task = asyncio.ensure_future(held.hold(Speaking(), offer))
+        for _ in range(50):
+            await asyncio.sleep(0)
+        is_held = not task.done()
+        task.cancel()
+        await asyncio.wait({task})
+        return is_held
+
+    assert pair.hosts[1].call(holding(), 60)
+
+
 def test_turned_down_peer_sends_nothing_ahead(pair):
     """Who was turned down sends no payload ahead the next time."""
     assert pair.run() == [(2.0, -2.0)] * 2
