@@ -54,6 +54,11 @@ FAILED: dict[Failure, str] = {
 """What a peer did with which an exchange failed, for people."""
 PARTNERLESS: dict[str, tuple[str, str]] = {
     **{kind: (f"partners {did}", REMEDY[kind]) for kind, did in FAILED.items()},
+    "unreachable": (
+        f"partners {FAILED['unreachable']}",
+        "who has stopped is forgotten within half a minute; if they still run, `shoal doctor LINK` "
+        "on both machines shows which port to open",
+    ),
     "nobody": (
         "nobody else is here",
         "give others the link (`shoal link` shows a node's, `session.link` that of a loop of "
@@ -101,11 +106,13 @@ def _partition(members: Mapping[str, Member]) -> list[str]:
     names = ", ".join(most.missing_names)
     if most.missing > len(most.missing_names):
         names += ", …"
+    who = _and(member.name for member in suspecting)
+    if most.missing_of == 2:
+        return [f"{who} has nobody left: {names} stopped without leaving, or is cut off."]
     return [
         f"A partition is suspected: {most.missing} of {most.missing_of} members vanished within "
-        f"{most.missing_within_s:.0f} s ({names}), says "
-        f"{_and(member.name for member in suspecting)}; training goes on, and they come together "
-        "again by themselves."
+        f"{most.missing_within_s:.0f} s ({names}), says {who}; training goes on, and they come "
+        "together again by themselves."
     ]
 
 

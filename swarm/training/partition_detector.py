@@ -43,6 +43,12 @@ class SuspectedPartition:
     within_s: float
 
     def __str__(self) -> str:
+        if self.of == 2:
+            return (
+                f"{some(self.names)} vanished without leaving, and nobody else is here: it has "
+                "stopped, or this node is cut off; training goes on without a partner until it "
+                "comes back"
+            )
         return (
             f"a partition is suspected: {len(self.names)} of {self.of} members vanished within "
             f"{self.within_s:.0f} s ({some(self.names)}); training goes on with "
