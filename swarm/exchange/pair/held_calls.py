@@ -86,9 +86,9 @@ class HeldCalls:
         """
         if incoming is not None:
             await stream.receive_ahead(incoming.view, incoming.advance)
-        elif ahead:  # of a payload that may wait in the stream nothing is lost
-            await asyncio.sleep(OVERLAPPED_S)
-        await stream.more(OVERLAPPED_S)
+            await stream.more(OVERLAPPED_S)
+        elif await stream.more(OVERLAPPED_S) and ahead:
+            await asyncio.sleep(OVERLAPPED_S)  # its payload waits in the stream
 
     def take(self, pairing: PairingAttempt, peer: str) -> bool:
         """Accept the call of ``peer`` if one for this round is held; return whether it was."""
