@@ -17,9 +17,7 @@ import asyncio
 import contextlib
 import logging
 import math
-import threading
 from collections.abc import Awaitable, Callable, Iterable, Iterator
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import torch
@@ -36,6 +34,7 @@ from shoal.swarm.exchange.contribution import EncodedContribution, ExchangeAttem
 from shoal.swarm.exchange.cost import ALL_REDUCED
 from shoal.swarm.exchange.group.roster import Roster
 from shoal.swarm.exchange.group.streams import PeerStreams
+from shoal.swarm.exchange.mean_once import MeanOnce
 from shoal.swarm.p2p.stream import Stream, short
 from shoal.swarm.p2p.tasks import running, stop
 from shoal.swarm.wire.envelope import HashList
@@ -58,22 +57,14 @@ class Gathered:
     screen: UpdateScreen
     parts: dict[str, tuple[float, Tensor | None]]
     """None: this node's own. Empty once the mean is there."""
-    _mean: Future[Mean] = field(default_factory=Future)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _mean: MeanOnce = field(default_factory=MeanOnce)
 
     def mean(self) -> Mean:
         """Average in order of peer ids, so that every member gets the same bits.
 
-        It is computed once, in the first payload, also if that fails: each call then raises the
-        error of the first.
+        It is computed once, in the first payload. Raises as `MeanOnce` does.
         """
-        with self._lock:
-            if not self._mean.done():
-                try:
-                    self._mean.set_result(self._computed())
-                except BaseException as error:
-                    self._mean.set_exception(error)
-            return self._mean.result()
+        return self._mean.of(self._computed)
 
     def _computed(self) -> Mean:
         mine = self.mine

@@ -22,10 +22,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import Enum
 from itertools import islice
@@ -47,6 +45,7 @@ from shoal.swarm.exchange.contribution import (
     encode_contribution,
 )
 from shoal.swarm.exchange.exchange_base import ExchangeBase, ExchangeHandle
+from shoal.swarm.exchange.mean_once import MeanOnce
 from shoal.swarm.exchange.pair.calls import (
     EXCHANGE_PROTOCOL,
     PROBE_S,
@@ -440,20 +439,13 @@ class Averaged:
 
     def __init__(self, screen: UpdateScreen, me: str, mine: EncodedContribution) -> None:
         self._screen, self._me, self._mine = screen, me, mine
-        self._mean = Future[Mean]()
-        self._lock = threading.Lock()
+        self._mean = MeanOnce()
 
     def mean(self, received: tuple[PartnerContribution, ...]) -> Mean:
         """Return the mean, computed once, from the same bytes on both sides; with a codec for pairs
-        each side's is its own. If that fails each call raises the error of the first.
+        each side's is its own. Raises as `MeanOnce` does.
         """
-        with self._lock:
-            if not self._mean.done():
-                try:
-                    self._mean.set_result(self._computed(received))
-                except BaseException as error:
-                    self._mean.set_exception(error)
-            return self._mean.result()
+        return self._mean.of(lambda: self._computed(received))
 
     def learnt(self, received: tuple[PartnerContribution, ...]) -> Mean:
         """Let a codec for pairs learn from what came, and return the mean."""

@@ -3,6 +3,8 @@ late.
 """
 
 import asyncio
+import contextlib
+import functools
 import gc
 import math
 import weakref
@@ -74,45 +76,69 @@ class FailingOnce(UpdateScreen):
     def mean(self, me, fragment, contributions, unweighted_count=0):
         self.calls += 1
         if self.calls == 1:
-            for _, _, tensors in contributions:
-                for tensor in tensors:
-                    tensor.fill_(math.nan)
+            _, _, tensors = contributions[0]
+            next(iter(tensors)).fill_(math.nan)
             raise MemoryError("no memory for a mean")
         return super().mean(me, fragment, contributions, unweighted_count)
 
 
-def test_a_failed_mean_is_not_computed_again():
-    """The fault: the second call, training's, averaged what the first had used up."""
+def gathered_of_two(screen):
+    """Return a group's contributions, and a weak reference to the other member's."""
     shapes = ((4,),)
     own = SimpleNamespace(tensors=lambda: [torch.full(shape, 6.0) for shape in shapes])
     mine = SimpleNamespace(
         codec=FLOAT32, shapes=shapes, unweighted_count=0, key=RoundKey(SWARM, 0), payload=own
     )
     payload = FLOAT32.encode([torch.full(shape, 3.0) for shape in shapes])
-    screen = FailingOnce()
-    gathered = Gathered("a", mine, screen, {"a": (1.0, None), "b": (1.0, payload)})
-    errors = []
-    for _ in range(2):
-        with pytest.raises(MemoryError) as caught:
-            gathered.mean()
-        errors.append(caught.value)
-    assert errors[0] is errors[1]
-    assert screen.calls == 1
+    parts = {"a": (1.0, None), "b": (1.0, payload)}
+    return Gathered("a", mine, screen, parts).mean, weakref.ref(payload)
 
 
-def test_a_failed_mean_of_a_pair_is_not_computed_again():
+def averaged_of_two(screen, message=None, codec=FLOAT32):
+    """Return what makes a pair's mean, and what came from the partner."""
     own = [torch.full((4,), 6.0)]
-    payload = SimpleNamespace(message=None, tensors=lambda: own)
+    payload = SimpleNamespace(message=message, tensors=lambda: own)
     mine = SimpleNamespace(
-        codec=FLOAT32, weight=1.0, unweighted_count=0, key=RoundKey(SWARM, 0), payload=payload
+        codec=codec, weight=1.0, unweighted_count=0, key=RoundKey(SWARM, 0), payload=payload
     )
+    theirs = PartnerContribution("b", 1.0, [torch.full((4,), 3.0)])
+    return Averaged(screen, "a", mine), (theirs,)
+
+
+def pair_of_two(screen):
+    """Return what makes a pair's mean, and a weak reference to the partner's contribution."""
+    averaged, received = averaged_of_two(screen)
+    return functools.partial(averaged.learnt, received), weakref.ref(received[0].values[0])
+
+
+OF_TWO = pytest.mark.parametrize("of_two", [gathered_of_two, pair_of_two], ids=["group", "pair"])
+
+
+@OF_TWO
+def test_a_failed_mean_is_not_computed_again(of_two):
+    """The fault: the second call, training's, averaged what the first had used up."""
     screen = FailingOnce()
-    averaged = Averaged(screen, "a", mine)
-    received = (PartnerContribution("b", 1.0, [torch.full((4,), 3.0)]),)
-    for _ in range(2):
-        with pytest.raises(MemoryError):
-            averaged.learnt(received)
+    mean, _ = of_two(screen)
+    with pytest.raises(MemoryError):
+        mean()
+    with pytest.raises(RuntimeError, match=r"^the mean of this exchange failed before$"):
+        mean()
     assert screen.calls == 1
+
+
+@OF_TWO
+def test_a_failed_mean_keeps_no_contribution(of_two):
+    """The fault: the error was kept, whose traceback names the frames that hold both."""
+    gc.collect()
+    gc.disable()
+    try:
+        mean, theirs = of_two(FailingOnce())
+        with contextlib.suppress(MemoryError):
+            mean()
+        del mean
+        assert theirs() is None
+    finally:
+        gc.enable()
 
 
 def kill(peer):
