@@ -94,21 +94,16 @@ def gathered_of_two(screen):
     return Gathered("a", mine, screen, parts).mean, weakref.ref(payload)
 
 
-def averaged_of_two(screen, message=None, codec=FLOAT32):
-    """Return what makes a pair's mean, and what came from the partner."""
-    own = [torch.full((4,), 6.0)]
-    payload = SimpleNamespace(message=message, tensors=lambda: own)
-    mine = SimpleNamespace(
-        codec=codec, weight=1.0, unweighted_count=0, key=RoundKey(SWARM, 0), payload=payload
-    )
-    theirs = PartnerContribution("b", 1.0, [torch.full((4,), 3.0)])
-    return Averaged(screen, "a", mine), (theirs,)
-
-
 def pair_of_two(screen):
     """Return what makes a pair's mean, and a weak reference to the partner's contribution."""
-    averaged, received = averaged_of_two(screen)
-    return functools.partial(averaged.learnt, received), weakref.ref(received[0].values[0])
+    own = [torch.full((4,), 6.0)]
+    payload = SimpleNamespace(message=None, tensors=lambda: own)
+    mine = SimpleNamespace(
+        codec=FLOAT32, weight=1.0, unweighted_count=0, key=RoundKey(SWARM, 0), payload=payload
+    )
+    theirs = PartnerContribution("b", 1.0, [torch.full((4,), 3.0)])
+    averaged = Averaged(screen, "a", mine)
+    return functools.partial(averaged.learnt, (theirs,)), weakref.ref(theirs.values[0])
 
 
 OF_TWO = pytest.mark.parametrize("of_two", [gathered_of_two, pair_of_two], ids=["group", "pair"])
@@ -139,6 +134,23 @@ def test_a_failed_mean_keeps_no_contribution(of_two):
         assert theirs() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize(
+    ("screen", "lessons"), [(FailingOnce, 0), (UpdateScreen, 1)], ids=["failed", "mean"]
+)
+def test_a_codec_for_pairs_learns_only_from_a_mean(monkeypatch, screen, lessons):
+    """Mutant: it learns before the mean is computed."""
+    codec = codec_named("mod4")
+    learnt = []
+    monkeypatch.setattr(codec, "learn", lambda *seen: learnt.append(seen))
+    weights = [torch.full((64,), 6.0)]
+    mine = encode_contribution(SWARM, Contribution(RoundKey(SWARM, 0), weights, 1.0, codec))
+    reading = mine.payload.message.read(codec.post(weights).payload)
+    averaged = Averaged(screen(), "a", mine)
+    with contextlib.suppress(MemoryError):
+        averaged.learnt((PartnerContribution("b", 1.0, reading),))
+    assert len(learnt) == lessons
 
 
 def kill(peer):
