@@ -341,6 +341,37 @@ def test_a_refused_second_stream_leaves_the_first_its_place(start, monkeypatch, 
     assert neighbours._accepted.peers[caller.peer] == 1
 
 
+def test_a_neighbour_may_call_again_where_all_places_are_taken(start):
+    """Mutant: its second stream has no place beyond, and is refused for its own first."""
+    swarm = start(1)
+    (middle,) = swarm.all
+    callers = [GossipPeer(swarm, f"caller {number}") for number in range(module.MAX_ACCEPTED + 1)]
+    swarm.hidden = {middle.peer: {each.peer for each in callers}}
+    for each in callers:
+        each.gossip.close()
+    *callers, late = callers
+    neighbours = middle.gossip.neighbours
+
+    async def call(caller):
+        stream = await caller.host.open(middle.peer, GOSSIP_PROTOCOL, timeout=10.0)
+        with contextlib.suppress(NetworkError):
+            await greet(stream, GossipTopics(swarm=SWARM, topics=("note/1",)))
+        await stream.more(10.0)
+
+    for each in callers:
+        each.host.start(call(each))
+    swarm.run(1.0)
+    before = middle.linked[callers[0].peer]
+    callers[0].host.start(call(callers[0]))
+    swarm.run(1.0)
+    assert middle.linked[callers[0].peer] is not before
+    assert neighbours.counters.rejected() == {}
+    late.host.start(call(late))
+    swarm.run(1.0)
+    assert neighbours.counters.rejected() == {"crowded": 1}
+    assert neighbours._accepted.peers == {each.peer: 1 for each in callers}
+
+
 def test_members_behind_relays_are_drawn_last(start):
     swarm = start(12)
     direct, relayed = swarm.all[:7], swarm.all[7:]
