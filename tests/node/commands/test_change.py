@@ -160,7 +160,8 @@ def test_a_rate_of_hundreds_of_digits_is_refused():
         ConfigError, match=r"^The setting train\.lr=10+\.\.\.0+ cannot be used: it should"
     ):
         creator.wanted({"train.lr": 10**400})
-    assert creator.wanted({"train.lr": 1}) == {"lr": 1}
+    part = ChangePart(round=0, **creator.wanted({"train.lr": 1}))
+    assert isinstance(part.lr, float), "a whole number is a rate, too, and signed as any other"
 
 
 def test_one_silent_member_costs_no_others_answer(swarm, monkeypatch):
