@@ -6,9 +6,11 @@ weights: each row at the best of three inner rates.
 
 Each run is one of bench/real.py: nodes are processes of `shoal up` and `shoal join`, all-reduce is
 computed in one process. The rates are tried on alike data in runs of --trial steps and one seed;
-all other runs have the best of them. Bytes are those that the nodes have sent, by all of them, as
-they count them; all-reduce's are computed for a ring. What has been run already is not run again; a
-run that was cut off goes on from its checkpoints if --folder is the same.
+all other runs have the best of them. A trial that fails, as training does that diverges, is the
+worst; any other run that fails ends the bench. Bytes are those that the nodes have sent, by all of
+them, as they count them; all-reduce's are computed for a ring. What has been run already, also a
+trial that failed, is not run again; a run that was cut off goes on from its checkpoints if --folder
+is the same.
 
 "alike": every node has text of all files; "unlike": the text, in the order of the files, is cut
 into as many parts of equal size as there are nodes. What is held out is the same.
@@ -69,6 +71,8 @@ METHODS = (
     Method("ddp", "adamw", "float32", 1),
 )
 """What all others are held against first, then the two defaults."""
+FAILED = {"loss_last": None, "loss_ddp": None, "bytes_sent": 0, "ddp_bytes": 0, "params": None}
+"""What a trial that failed has come to."""
 
 
 @dataclass(frozen=True)
@@ -117,6 +121,15 @@ def spec_of(method: Method, lr: float, kind: str, steps: int, seed: int, options
     )
 
 
+def trial_of(method: Method, lr: float, options: Any) -> Spec:
+    """Return the run that tries a rate of a method."""
+    return spec_of(method, lr, "alike", options.trial, 0, options)
+
+
+def is_trial(spec: Spec, options: Any) -> bool:
+    return (spec.kind, spec.steps, spec.seed) == ("alike", options.trial, 0)
+
+
 def command(spec: Spec, options: Any) -> list[str]:
     """Return the run as a command line of bench/real.py, without the interpreter."""
     values = {
@@ -150,16 +163,22 @@ def command(spec: Spec, options: Any) -> list[str]:
 
 
 def run(spec: Spec, options: Any) -> dict[str, Any]:
-    """Train, and return the run with its figures."""
+    """Train, and return the run with its figures. SystemExit if it fails and is no trial."""
     line = [sys.executable, *command(spec, options)]
     if options.folder is not None:
         name = spec.key.translate(str.maketrans("", "", '"{}[] :')).replace(",", "_")
         line += ["--folder", str(options.folder / name)]
     began = time.monotonic()
+    # Its stderr is this one's: why it failed stands there.
     done = subprocess.run(line, stdout=subprocess.PIPE, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"bench: this run failed with code {done.returncode}: {' '.join(line)}")
-    found = json.loads(done.stdout.splitlines()[-1])
+    if done.returncode == 0:
+        found = json.loads(done.stdout.splitlines()[-1])
+    else:
+        failed = f"failed with code {done.returncode}: {' '.join(line)}"
+        if not is_trial(spec, options):
+            raise SystemExit(f"bench: this run {failed}")
+        print(f"bench: this trial {failed}", file=sys.stderr, flush=True)
+        found = FAILED
     ours = {**dataclasses.asdict(spec), "outer": dict(spec.outer), "bench": "from_scratch"}
     alone = spec.method == "ddp"
     return {
@@ -179,7 +198,10 @@ def best_rate(results: Sequence[dict[str, Any]]) -> float:
     """Return the rate of the lowest loss; a run without one has diverged."""
     ended = [result for result in results if result["loss"] is not None]
     if not ended:
-        raise SystemExit("bench: no rate of the trial came to its end: read the nodes' logs.")
+        raise SystemExit(
+            "bench: no rate of the trial came to its end: remove these trials from the file of "
+            "results (--resume) to make them again, and read why they fail."
+        )
     return float(min(ended, key=lambda result: result["loss"])["lr"])
 
 
@@ -191,10 +213,8 @@ def wanted(runner: Runner, options: Any) -> Iterator[Spec]:
             for method in METHODS:
                 if method not in rates:
                     tried = RATES[method.inner]
-                    trial = [
-                        spec_of(method, lr, "alike", options.trial, 0, options) for lr in tried
-                    ]
-                    rates[method] = best_rate(runner(trial))
+                    trials = [trial_of(method, lr, options) for lr in tried]
+                    rates[method] = best_rate(runner(trials))
                 yield spec_of(method, rates[method], kind, options.steps, seed, options)
 
 
@@ -208,17 +228,17 @@ def table(results: Sequence[dict[str, Any]]) -> Table:
     }
     for one in results:
         best = base.get((one["kind"], one["seed"]))
-        diverged = one["loss"] is None
-        over = "" if diverged or best is None else percent(one["loss"] / best["loss"] - 1, None)
-        fewer = (
-            "" if best is None else f", {best['bytes_sent'] / one['bytes_sent']:.0f} times fewer"
-        )
+        over = fewer = ""
+        if best is not None and best["loss"] and one["loss"]:
+            over = percent(one["loss"] / best["loss"] - 1, None)
+        if best is not None and best["bytes_sent"] and one["bytes_sent"]:
+            fewer = f", {best['bytes_sent'] / one['bytes_sent']:.0f} times fewer"
         shown.add_row(
             one["kind"],
             str(one["seed"]),
             f"{one['method']}, {one['inner']}, {one['codec']}",
             f"{one['lr']:g}",
-            "diverged" if diverged else f"{one['loss']:.3f}",
+            "diverged" if one["loss"] is None else f"{one['loss']:.3f}",
             over,
             f"{one['bytes_sent'] / 1e6:,.1f} MB{fewer}",
         )

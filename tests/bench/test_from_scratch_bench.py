@@ -96,3 +96,66 @@ def test_a_diverged_rate_is_never_the_best():
     assert best_rate(tried) == 0.01
     with pytest.raises(SystemExit, match="no rate"):
         best_rate(tried[1:])
+
+
+SAYS = {
+    "loss_last": 2.0,
+    "loss_ddp": 2.0,
+    "bytes_sent": 1e7,
+    "ddp_bytes": 1e9,
+    "params": 1,
+    "exchanges": 1,
+    "pairs_none": 0,
+}
+
+
+@pytest.fixture
+def fails(monkeypatch):
+    """Call with which runs fail: they are processes that end with an error; the others end well."""
+
+    def fails(is_bad):
+        def command(spec, options):
+            end = "sys.exit('its loss is NaN')" if is_bad(spec) else f"print({json.dumps(SAYS)!r})"
+            return ["-c", f"import sys; {end}", spec.method]
+
+        monkeypatch.setattr(from_scratch, "command", command)
+
+    return fails
+
+
+def test_a_trial_that_fails_has_diverged(fails, monkeypatch, capfd, options):
+    """The fault: one rate at which training ends with an error ended the bench."""
+    lowest = {inner: rates[0] for inner, rates in RATES.items()}
+    fails(lambda spec: spec.lr == lowest[spec.inner])
+    shown = rows(monkeypatch, capfd, [*options, "--kinds", "alike"])
+    report = json.loads(shown.out)
+    assert report["complete"]
+    assert [row["lr"] for row in report["rows"]] == [RATES[method.inner][1] for method in METHODS]
+    assert shown.err.splitlines().count("its loss is NaN") == len(METHODS)
+    assert "this trial failed with code 1" in shown.err
+
+
+def test_a_whole_run_that_fails_ends_the_bench(fails, monkeypatch, options):
+    fails(lambda spec: spec.steps == STEPS)
+    monkeypatch.setattr("sys.argv", ["from_scratch.py", *options])
+    with pytest.raises(SystemExit, match=r"^bench: this run failed with code 1: .* ddp$"):
+        from_scratch.main()
+
+
+@pytest.mark.parametrize("method", METHODS[:2], ids=str)
+def test_the_table_shows_runs_without_figures(method, options):
+    """The fault: it divided by the bytes of a run that has sent none."""
+    specs = [
+        spec_of(each, 0.02, kind, STEPS, 0, arguments(options))
+        for kind in ("alike", "unlike")
+        for each in METHODS
+    ]
+    found = [{**dataclasses.asdict(spec), "loss": 2.0, "bytes_sent": 1e7} for spec in specs]
+    for one in found:
+        if (one["method"], one["inner"]) == (method.name, method.inner):
+            one.update(loss=None, bytes_sent=0)
+    shown = from_scratch.table(found)
+    loss, over, sent = (list(column.cells) for column in shown.columns[4:])
+    assert loss.count("diverged") == sent.count("0.0 MB") == 2
+    # Without all-reduce there is nothing to compare with.
+    assert over.count("+0.0 %") == (0 if method is METHODS[0] else len(found) - 2)
