@@ -33,6 +33,13 @@ class ExchangeTimeouts:
     trial: float = 0.0
     """How much longer a partner may take to accept a contribution: it tries it on data."""
 
+    @property
+    def asking(self) -> float:
+        """How long a peer asks once more how an exchange was decided: a new connection over a
+        satellite takes several round trips. Who does not answer is given up before a round is.
+        """
+        return self.chunk / 2
+
     def moving(self, nbytes: int) -> float:
         """Return how long the transfer of ``nbytes`` bytes each way may take, however little it
         moves.

@@ -99,21 +99,26 @@ def health_report(
 
 
 def _partition(members: Mapping[str, Member]) -> list[str]:
-    suspecting = [member for member in members.values() if member.missing]
+    alone = [m for m in members.values() if (m.missing, m.missing_of) == (1, 2)]
+    suspecting = [m for m in members.values() if m.missing and m not in alone]
+    found = [
+        f"{member.name} has nobody left: {', '.join(member.missing_names)} stopped without "
+        "leaving, or is cut off."
+        for member in alone
+    ]
     if not suspecting:
-        return []
+        return found
     most = max(suspecting, key=lambda member: (member.missing, member.name))
     names = ", ".join(most.missing_names)
     if most.missing > len(most.missing_names):
         names += ", …"
-    who = _and(member.name for member in suspecting)
-    if most.missing_of == 2:
-        return [f"{who} has nobody left: {names} stopped without leaving, or is cut off."]
-    return [
+    said = (
         f"A partition is suspected: {most.missing} of {most.missing_of} members vanished within "
-        f"{most.missing_within_s:.0f} s ({names}), says {who}; training goes on, and they come "
-        "together again by themselves."
-    ]
+        f"{most.missing_within_s:.0f} s ({names}), says "
+        f"{_and(member.name for member in suspecting)}; training goes on, and they come together "
+        "again by themselves."
+    )
+    return [*found, said]
 
 
 def _silent(members: Mapping[str, Member], now: float) -> list[str]:

@@ -320,22 +320,23 @@ class LastAverage(Exchange):
         Records come a second late, so one without a speed may be there already.
         """
         left = self._steps_left(member)
-        if left is None:
-            return 0.0
-        needs = left / member.steps_per_s if member.steps_per_s > 0 else 0.0
-        return 0.0 if needs > LONGEST_WAIT_S else STEP_TIME_FACTOR * needs + GRACE_S
+        needs = [steps / member.steps_per_s if member.steps_per_s > 0 else 0.0 for steps in left]
+        in_time = [seconds for seconds in needs if seconds <= LONGEST_WAIT_S]
+        return STEP_TIME_FACTOR * max(in_time) + GRACE_S if in_time else 0.0
 
-    def _steps_left(self, member: Member) -> float | None:
-        """Return the inner steps that a member has to its end, None if it goes on beyond this
-        node's.
+    def _steps_left(self, member: Member) -> list[float]:
+        """Return the inner steps after which a member may be at its end: at this node's last step,
+        or in this node's round; none if it goes on beyond both.
         """
-        left = 0 if self._end is None else self._end - member.step
-        if not self._ends_by_round:
-            return left if left >= 0 else None
-        own = self._directory.own()
-        if own is None or not self._steps_an_exchange:
-            return max(left, 0)
-        return max(own.round - member.round, 0) * self._steps_an_exchange
+        left: list[float] = []
+        step = member.step if self._end is None else self._end
+        if member.step <= step:
+            left.append(step - member.step)
+        if self._ends_by_round:
+            own = self._directory.own()
+            rounds = 0 if own is None else max(own.round - member.round, 0)
+            left.append(rounds * self._steps_an_exchange)
+        return left
 
 
 class _RestingHandle(Handle):

@@ -251,7 +251,7 @@ class GroupExchange(ExchangeBase):
         self._view, self._largest, self._follow = view, max_group + 1, follow
         self._protocols = protocols
         self._decisions = DecisionLog(
-            context.host, context.identity, context.swarm, timeouts.chunk, protocols.decision
+            context.host, context.identity, context.swarm, timeouts.asking, protocols.decision
         )
         self._leader = GroupLeader(
             context,

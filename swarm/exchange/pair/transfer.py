@@ -286,7 +286,7 @@ class PairTransfer:
         A slow link needs several round trips for that. Training waits no longer for it than for the
         rest of the exchange (`TrainingTime.budget`).
         """
-        seconds = self._timeouts.chunk
+        seconds = self._timeouts.asking
         try:
             reply = await asyncio.wait_for(self._asked(peer, nonce, seconds, room), seconds)
         except (TimeoutError, NetworkError, MessageError) as error:

@@ -47,7 +47,7 @@ def test_a_callee_learns_the_outcome_over_a_slow_link(two):
 
 def test_a_member_learns_the_decision_over_a_slow_link(two):
     member, leader = (
-        DecisionLog(host, identity, SWARM, TIMEOUTS.chunk)
+        DecisionLog(host, identity, SWARM, TIMEOUTS.asking)
         for host, identity in zip((two.asks, two.knows), two.identities, strict=True)
     )
     leader.expect(NONCE)
@@ -61,4 +61,4 @@ def test_who_never_answers_is_not_waited_for(two):
     PairTransfer(two.knows, TIMEOUTS)
     two.network.part({two.asks.peer_id: 0, two.knows.peer_id: 1})
     assert two.run(callee._ask(two.knows.peer_id, NONCE, KIB)) is None
-    assert two.loop.time() <= TIMEOUTS.chunk
+    assert two.loop.time() <= TIMEOUTS.asking

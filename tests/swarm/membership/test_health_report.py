@@ -198,9 +198,14 @@ def test_partition_is_told_by_those_who_suspect_it():
 
 
 def test_a_single_lost_partner_is_no_partition():
-    lost = {"missing": 1, "missing_of": 2, "missing_names": ("bert",)}
-    (said,) = health_report(swarm(*ALL, anna=lost), NOW)
-    assert said == ("anna has nobody left: bert stopped without leaving, or is cut off.")
+    def lost(name):
+        return {"missing": 1, "missing_of": 2, "missing_names": (name,)}
+
+    found = health_report(swarm(*ALL, anna=lost("bert"), bert=lost("anna")), NOW)
+    assert found == [
+        "anna has nobody left: bert stopped without leaving, or is cut off.",
+        "bert has nobody left: anna stopped without leaving, or is cut off.",
+    ]
 
 
 def test_the_table_has_the_times_and_the_sentences_below():

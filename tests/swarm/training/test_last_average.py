@@ -150,7 +150,6 @@ def test_a_late_loop_is_waited_for():
 
 
 @pytest.mark.ci
-@pytest.mark.ci
 def test_a_loop_that_joined_late_waits_too():
     """It ends where the swarm is, before the other, which has done more steps by then.
 
@@ -197,6 +196,7 @@ def test_a_loop_that_joined_late_waits_too():
     assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
+@pytest.mark.ci
 def test_who_dies_at_the_end_is_left_out():
     first = created(3)
     link, gone = first.link, threading.Event()
@@ -391,6 +391,54 @@ def test_training_leader_awaits_who_ends_by_a_change(world):
     world.set(BERT, step=150, finished=True)
     world.set(CARL, step=150, steps_per_s=1.0)
     assert world.there() == ["anna", "bert", "carl"]
+
+
+def test_a_step_left_of_a_long_round_is_waited_for(world):
+    """Mutant: a member that is in the round before needs a whole round, which is too long."""
+    every = OuterSettings().resolved().every
+    world.last.ends_at(None, by_round=True)
+    world.set(ME, step=10 * every, round=10)
+    world.set(BERT, step=10 * every - 1, round=9, steps_per_s=every / (LONGEST_WAIT_S + 10))
+    world.last.announce = lambda: world.set(ME, step=10 * every, round=10, finished=True)
+    world.last.begin(10 * every)
+    assert world.there() == ["anna", "bert"]
+
+
+def test_training_members_wait_for_each_other_by_steps(world):
+    """Of two that end by a change and still train, whoever leads drops neither after a moment.
+
+    Mutant: who is in the same round is at its end.
+    """
+    world.last.ends_at(100, by_round=True)
+    world.set(ME, step=50, round=2, steps_per_s=1.0)
+    world.set(CARL, step=50, round=2, steps_per_s=1.0)
+    world.set(BERT, step=100, round=4, finished=True)
+    assert world.there() == ["anna", "bert", "carl"]
+    world.now = GRACE_S + 1
+    assert world.there() == ["anna", "bert", "carl"]
+
+
+def test_who_follows_no_schedule_is_waited_for_by_steps(world):
+    """Mutant: loops are expected in this node's round only."""
+    every = OuterSettings().resolved().every
+    world.last.ends_at(None, by_round=True)
+    world.set(BERT, step=2 * every, round=4, steps_per_s=every / 25)
+    world.last.announce = lambda: world.set(ME, step=4 * every, round=4, finished=True)
+    world.last.begin(4 * every)
+    world.now = GRACE_S + 1
+    assert world.there() == ["anna", "bert"]
+
+
+def test_who_is_far_behind_in_steps_may_be_at_its_end(world):
+    """It joined late, and follows the schedule of the swarm.
+
+    Mutant: only its steps count, by which it would be too late.
+    """
+    world.last.ends_at(None, by_round=True)
+    world.set(BERT, step=30, round=10, steps_per_s=0.5)
+    world.last.announce = lambda: world.set(ME, step=300, round=10, finished=True)
+    world.last.begin(300)
+    assert world.there() == ["anna", "bert"]
 
 
 def test_an_earlier_end_waits_for_none_beyond(world):
