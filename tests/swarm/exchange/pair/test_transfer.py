@@ -555,6 +555,24 @@ def test_a_newcomers_first_payload_waits_in_the_stream(pair):
     assert pair.hosts[1].call(holding(), 60)
 
 
+def test_a_held_call_ends_with_its_stream(pair):
+    """Also at a newcomer, where its payload might wait in the stream.
+
+    Mutant: it is held for as long as that, and the caller's next call is turned away.
+    """
+    pair.start(0, 1.0)
+    calls = pair.exchanges[1].held.calls
+    until(lambda: calls)
+    ((key, first),) = calls.items()
+
+    async def hang_up():
+        for stream in list(pair.hosts[0].streams):
+            stream.abort()
+
+    pair.hosts[0].call(hang_up(), 30)
+    until(lambda: calls.get(key) is not first)
+
+
 def test_turned_down_peer_sends_nothing_ahead(pair):
     """Who was turned down sends no payload ahead the next time."""
     assert pair.run() == [(2.0, -2.0)] * 2
