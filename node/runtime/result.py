@@ -14,6 +14,7 @@ from shoal.node.checkpoint.folder import steps
 from shoal.node.console import dumps
 from shoal.node.runtime.display import lag_words, per_second
 from shoal.node.runtime.run_options import LOG
+from shoal.optim.methods import ALONE
 from shoal.swarm.figures import duration
 from shoal.swarm.file_lock import replace_file
 from shoal.swarm.wire.record import Group, NodeRecord
@@ -117,10 +118,9 @@ def summary(result: Result, folder: Path) -> list[str]:
 def _end(result: Result) -> str:
     exchanges = result.exchanges
     loss = result.loss
-    done = (
-        f"{result.progress.step} steps and {exchanges.rounds} rounds, {exchanges.with_partner} of "
-        f"{exchanges.ended} exchanges with others"
-    )
+    done = f"{result.progress.step} steps and {exchanges.rounds} rounds"
+    if result.setup.method != ALONE:
+        done += f", {exchanges.with_partner} of {exchanges.ended} exchanges with others"
     if result.interrupted:
         return f"stopped after {done}: training loss {_shown(loss.training)}"
     first = ""
@@ -153,7 +153,10 @@ def save(result: Result, folder: Path, say: Callable[[str], None]) -> None:
     try:
         write_json(folder / RESULT, result.model_dump(mode="json"))
     except OSError as error:
-        say(f"Cannot write {str(folder / RESULT)!r} ({error.strerror}): free some space.")
+        say(
+            f"Cannot write {str(folder / RESULT)!r} ({error.strerror}): free some space, or let "
+            "this user write there."
+        )
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:

@@ -185,7 +185,8 @@ class TrainingMember:
         received = self._totals.received(traffic.received)
         diagnosis = self.sync.diagnosis
         rejections = self._screen.rejections()
-        why = diagnosis.met(info, self._model, self._opt.fragments)
+        alone = self._membership.manifest.outer.alone
+        why = "" if alone else diagnosis.met(info, self._model, self._opt.fragments)
         report = RoundReport(
             sent,
             received,

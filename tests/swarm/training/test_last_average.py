@@ -429,7 +429,7 @@ def test_who_follows_no_schedule_is_waited_for_by_steps(world):
     assert world.there() == ["anna", "bert"]
 
 
-def test_who_is_far_behind_in_steps_may_be_at_its_end(world):
+def test_who_is_far_behind_may_be_at_its_end(world):
     """It joined late, and follows the schedule of the swarm.
 
     Mutant: only its steps count, by which it would be too late.

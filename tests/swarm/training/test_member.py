@@ -245,6 +245,16 @@ def test_a_round_without_a_partner_says_why(world):
     assert member.on_round(alone(6)).why == "all others were taken, or in other rounds"
 
 
+def test_a_method_without_partners_misses_none(world):
+    """Mutant: nodes that share rollouts and no weights are said to have no partner."""
+    world.serve()
+    world.member._membership.manifest.outer = OuterSettings(method="none")
+    for number in range(3, 9):
+        report = world.member.on_round(RoundInfo(RoundKey("run", number, 0), ("anna",), 30, 0))
+        assert report.why == ""
+    assert world.member.sync.diagnosis.news() == []
+
+
 def test_newcomers_count_by_their_range(world):
     """Members in view are known and newcomers count by the range in which they were met."""
     half = 2**19
