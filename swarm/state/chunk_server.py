@@ -33,11 +33,11 @@ STREAMS_PER_SOURCE = 2  # streams to one source
 MAX_SOURCES = 8
 
 
-def chunk_s(nbytes: int, sources: int = MAX_SOURCES) -> float:
-    """Return the seconds that a chunk may take while it moves: all streams of its download, from so
-    many sources, may share the slowest link.
+def chunk_s(nbytes: int) -> float:
+    """Return the seconds that a chunk may take while it moves: all streams of its download may
+    share the slowest link.
     """
-    return STREAMS_PER_SOURCE * sources * extension_s(nbytes)
+    return STREAMS_PER_SOURCE * MAX_SOURCES * extension_s(nbytes)
 
 
 class ChunkServer:

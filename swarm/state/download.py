@@ -5,6 +5,9 @@ link is idle while a request is under way. A chunk arrives in a scratch buffer a
 only if its digest is right. A peer that sends a wrong chunk is not asked again; one that dies or
 stalls costs the chunks it was sending. What a sink has is never asked for again, so an interrupted
 download goes on with the same sink.
+
+All streams may share the slowest link that counts, so a single one may be slow; all together must
+bring what that link carries, or the download is given up.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.p2p.messages import ask, receive_bytes
 from shoal.swarm.p2p.stream import Stream, short
 from shoal.swarm.p2p.tasks import running
+from shoal.swarm.pacing.progress import SLOWEST_BYTES_PER_S, extension_s
 from shoal.swarm.wire.envelope import CHUNK
 from shoal.swarm.wire.messages import ChunkReply, ChunkRequest, StateHeader
 
@@ -50,28 +54,26 @@ class NotHeldError(NetworkError):
 
 
 class ChunkSource:
-    """Stream to a peer that may hold the snapshot ``id``, one of so many ``sources`` of a download.
+    """Stream to a peer that may hold the snapshot ``id``.
 
     Use it on the host's loop, and ``close`` it.
     """
 
     def __init__(
-        self,
-        host: Host,
-        swarm: str,
-        id: bytes,
-        peer: str,
-        addresses: Sequence[str],
-        sources: int = 1,
+        self, host: Host, swarm: str, id: bytes, peer: str, addresses: Sequence[str]
     ) -> None:
         self._host = host
         self._swarm = swarm
         self._id = id
         self.peer = peer
         self._addresses = addresses
-        self._of_sources = sources
         self._stream: Stream | None = None
-        self._closed = False
+        self.closed = False
+
+    @property
+    def received(self) -> int:
+        """Bytes that have come by now, also of chunks that are not whole yet."""
+        return 0 if self._stream is None else self._stream.received
 
     async def take(self, chunk: int | None, room: memoryview) -> None:
         """Fill ``room``, which has the size of the chunk, with what the peer sends for it,
@@ -84,7 +86,7 @@ class ChunkSource:
             self._stream = await self._host.open(
                 self.peer, CHUNKS_PROTOCOL, addresses=self._addresses, timeout=MESSAGE_S
             )
-            if self._closed:
+            if self.closed:
                 self.close()
                 raise NetworkError("the download is over.")
         stream = self._stream
@@ -103,14 +105,14 @@ class ChunkSource:
             room,
             chunk_timeout=MESSAGE_S,
             deadline=now + CHUNK_S,
-            longest=now + chunk_s(len(room), self._of_sources),
+            # The list is fetched alone.
+            longest=now + (extension_s(len(room)) if chunk is None else chunk_s(len(room))),
         )
 
     def close(self) -> None:
-        self._closed = True
+        self.closed = True
         if self._stream is not None:
             self._stream.abort()
-            self._stream = None
 
 
 MAX_SOURCES_OF_CHUNK = 2
@@ -140,6 +142,11 @@ class ChunkPlan:
     @property
     def left(self) -> int:
         return len(self._free) + len(self._asked)
+
+    @property
+    def busy(self) -> int:
+        """Lanes that were asked for a chunk which has not arrived."""
+        return sum(len(lanes) for lanes in self._asked.values())
 
     def ask(self, lane: object, source: object) -> int | None:
         """Return the chunk to ask of ``lane``, which leads to ``source``, now; or None."""
@@ -296,33 +303,53 @@ class _Download:
     async def run(self, sources: Sequence[Peer]) -> None:
         streams = []
         for _ in range(STREAMS_PER_SOURCE):
-            streams += [self._lane(peer, len(sources)) for peer in sources]
-        async with running(self._whole(), *streams) as (whole, *lanes):
-            pending: set[asyncio.Future[None]] = {whole, *lanes}
-            while not whole.done() and len(pending) > 1:
+            streams += [self._lane(peer) for peer in sources]
+        async with running(self._whole(), self._trickles(), *streams) as (whole, slow, *lanes):
+            pending: set[asyncio.Future[None]] = {whole, slow, *lanes}
+            while not whole.done() and not slow.done() and len(pending) > 2:
                 finished, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
                 for one in finished:
                     one.result()  # what a sink raises, a full disk for instance
+            is_slow = slow.done()
             # A lane that loses its cancellation (`wait_for` before Python 3.12) would take one more
             # chunk, which may take an hour.
             for source in self._sources:
                 source.close()
         if not self.plan.done:
+            what = "send them too slowly," if is_slow else "are gone"
             raise NetworkError(
-                f"the peers that hold the weights are gone with {self.plan.left} chunks missing."
+                f"the peers that hold the weights {what} with {self.plan.left} chunks missing."
             )
 
     async def _whole(self) -> None:
         while not self.plan.done:
             await self._change.wait()
 
+    async def _trickles(self) -> None:
+        """Return once all lanes together bring less than the slowest link that counts.
+
+        How many of the sources hold the snapshot is known after the first minute. A lane that has
+        nothing left to ask for leaves its share of the link unused.
+        """
+        await asyncio.sleep(CHUNK_S)
+        while True:
+            before = self._received()
+            await asyncio.sleep(CHUNK_S)
+            lanes = sum(not source.closed for source in self._sources)
+            least = SLOWEST_BYTES_PER_S * CHUNK_S * self.plan.busy / max(lanes, 1)
+            if self._received() - before < least:
+                return
+
+    def _received(self) -> int:
+        return sum(source.received for source in self._sources)
+
     def _notify(self) -> None:
         self._change.set()
         self._change = asyncio.Event()
 
-    async def _lane(self, to: Peer, sources: int) -> None:
+    async def _lane(self, to: Peer) -> None:
         peer, addresses = to
-        source = ChunkSource(self._host, self._swarm, self._id, peer, addresses, sources)
+        source = ChunkSource(self._host, self._swarm, self._id, peer, addresses)
         self._sources.append(source)
         scratch = memoryview(bytearray(min(CHUNK, self._header.nbytes)))
         try:
