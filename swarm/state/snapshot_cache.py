@@ -40,13 +40,14 @@ class _Held:
     read: bool = False
 
     def is_wanted(self, now: float) -> bool:
-        """Return whether it was asked for lately, or is being read at least as fast as the slowest
-        link that counts would: that takes longer for one chunk than `UNUSED_S`.
+        """Return whether it was asked for lately, or is being read and was asked for within the
+        time that the slowest link that counts takes for all of it: for one chunk that takes longer
+        than `UNUSED_S`.
         """
         if now - self.asked <= UNUSED_S:
             return True
         slowest_s = self.snapshot.header.nbytes / SLOWEST_BYTES_PER_S
-        return self.readers > 0 and now - self.made <= UNUSED_S + slowest_s
+        return self.readers > 0 and now - self.asked <= UNUSED_S + slowest_s
 
     def busy(self, now: float) -> bool:
         return self.readers > 0 or (not self.read and now - self.asked <= BUSY_S)
@@ -54,7 +55,7 @@ class _Held:
 
 class SnapshotCache:
     """Cache of snapshots that this node hands out: at most two, each dropped two minutes after its
-    last request, or once a slow download that goes on must be over. Thread-safe.
+    last request or download, or once a slow one must be over that asks for no more. Thread-safe.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

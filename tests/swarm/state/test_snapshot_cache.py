@@ -57,6 +57,18 @@ def test_a_slow_reader_keeps_its_snapshot(cache, snapshot, clock):
     assert not is_held(cache)
 
 
+def test_a_slow_reader_may_come_late(cache, snapshot, clock):
+    """The fault: a snapshot that had been asked for longer than the slowest link needs for it was
+    dropped at once.
+    """
+    while clock.now < 2 * SLOWEST_S:
+        clock.now += UNUSED_S
+        cache.get(snapshot.id)
+    with cache.read(snapshot.id):
+        clock.now += SLOWEST_S
+        assert is_held(cache)
+
+
 def test_who_trickles_keeps_no_snapshot_for_ever(cache, snapshot, clock):
     with cache.read(snapshot.id):
         clock.now = SLOWEST_S + UNUSED_S + 1.0
