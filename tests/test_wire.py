@@ -171,7 +171,7 @@ def test_bounds_in_the_text_are_those_of_the_code():
     assert (MAX_AGE_S, SHUFFLE_S, LOOK_S) == (3600.0, 60.0, 10.0)
     assert f"{SHUFFLES_EACH} shuffles a minute of one peer and {SHUFFLES} of all" in PAGE
     assert (MAX_SNAPSHOTS, UNUSED_S, SAMPLE_CHUNKS) == (2, 120.0, 4)
-    assert "at most two snapshots, none two minutes after the last request" in PAGE
+    assert "at most two snapshots, each until two minutes after the last request for it" in PAGE
     assert "four chunks of both" in PAGE
     assert f"{RateLimit().messages} messages and {RateLimit().nbytes >> 20} MiB a minute" in PAGE
     assert f"its newest {ROUNDS} rounds" in PAGE
