@@ -227,6 +227,12 @@ def test_weights_that_cannot_be_had_end_in_one_sentence(monkeypatch):
         Swarm(monkeypatch, [member(10)], given=[None]).join()
 
 
+def test_a_swarm_that_resumes_has_begun(monkeypatch):
+    """Its members wait for each other too, but in a later round than the first."""
+    with pytest.raises(NetworkError, match="The swarm is training, but its weights could not"):
+        Swarm(monkeypatch, [member(10, "waiting")], given=[None]).join()
+
+
 @pytest.mark.parametrize("given", [None, NetworkError("they are far apart.")])
 def test_a_swarm_that_waits_is_not_said_to_train(monkeypatch, given):
     """The fault: the first rounds of own loops, who wait for each other, read as training."""
