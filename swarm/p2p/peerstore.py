@@ -71,13 +71,15 @@ class Peerstore:
     def remember(self, addresses: Iterable[str]) -> None:
         """Note full multiaddrs, the best one of each peer first.
 
-        Leave out this node's own, and those that no link can hold. The first peer of all is kept in
-        the file at once: without it a node that is killed would come back alone.
+        Leave out this node's own, and those that no link can hold. What is heard of while none is
+        known is written to the file at once, but this does not wait for the disk; all others come
+        into it with the next `save`. So a node that is killed early has the address of its partner
+        if that came first, and not a bootstrap node's or a stranger's.
         """
         knew_none = not self._peers
         self._note(addresses)
-        if knew_none and self._peers:
-            self.save()
+        if knew_none and self._peers and self._path is not None:
+            threading.Thread(target=self.save, name="shoal-peers", daemon=True).start()
 
     def _note(self, addresses: Iterable[str]) -> None:
         found = by_peer(address for address in addresses if address_problem(address) is None)

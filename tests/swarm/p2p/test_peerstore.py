@@ -4,6 +4,7 @@ half written.
 
 import json
 import logging
+import threading
 
 import pytest
 from hypothesis import given
@@ -22,6 +23,7 @@ from shoal.swarm.p2p.peerstore import (
     MAX_PEERS,
     Peerstore,
 )
+from tests.support.waiting import until
 
 OWN, OTHER, THIRD = (Identity.ephemeral().peer_id for _ in range(3))
 SWARM = "a" * 52
@@ -61,12 +63,29 @@ def test_the_first_peer_is_kept_at_once(tmp_path, monkeypatch):
     known.remember([at(OWN)])
     assert not path.exists()
     known.remember([at(OTHER)])
-    assert Peerstore(OWN, path, SWARM).addresses() == [at(OTHER)]
+    until(lambda: Peerstore(OWN, path, SWARM).addresses() == [at(OTHER)])
     for host in range(2, 100):
         known.remember([at(Identity.ephemeral().peer_id, host)])
     assert len(written) == 1, "the others wait for the next look around"
     known.save()
     assert len(written) == 2
+
+
+def test_a_slow_disk_holds_nobody_up(tmp_path, monkeypatch):
+    """The fault: the host's loop waited for the write, and for one before it in another thread."""
+    path = tmp_path / "peers.json"
+    may_write, written = threading.Event(), []
+
+    def slow(*given):
+        may_write.wait(3.0)
+        written.append(given)
+
+    monkeypatch.setattr(peerstore, "replace_file", slow)
+    known = Peerstore(OWN, path, SWARM)
+    known.remember([at(OTHER)])
+    assert not written
+    may_write.set()
+    until(lambda: written)
 
 
 def test_the_own_port_is_there_in_the_next_run(tmp_path):
