@@ -35,7 +35,7 @@ from shoal.verification.consensus.log import (
 from shoal.verification.consensus.records import Claim
 from shoal.verification.consensus.reputation import ScoreRules, Standing, Table, compute_scores
 from shoal.verification.consensus.rulings import Rules
-from shoal.verification.consensus.sortition import SETTLED
+from shoal.verification.consensus.sortition import LEAST, SETTLED
 
 ASKED_MEMBERS = 5
 """Whose logs are compared."""
@@ -154,10 +154,13 @@ def summary(report: Mapping[str, Any]) -> str:
         return (
             f"{report['name']}: nothing is verified in this swarm (it was created without --verify)"
         )
+    count = len(report["peers"])
     title = (
-        f"{report['name']}: {len(report['peers'])} peers; {report['agree']} of {report['asked']} "
-        "logs agree"
+        f"{report['name']}: {count} peer{'' if count == 1 else 's'}; {report['agree']} of "
+        f"{report['asked']} logs agree"
     )
+    if count <= LEAST:
+        title += f"; a claim is checked by {LEAST} others, so none is with fewer than {LEAST + 1}"
     columns = (
         "name",
         "peer",

@@ -188,6 +188,9 @@ def test_the_table_that_most_give_is_shown(identities, story, look):
     assert "0/2/0" in line
     assert "2 claims found invalid" in line
     assert "(away)" in next(line for line in shown.splitlines() if honest[-8:] in line)
+    assert "fewer than" not in shown
+    few = summary({**found, "peers": found["peers"][:3]})
+    assert "a claim is checked by 3 others, so none is with fewer than 4" in few
 
 
 def test_who_misses_its_votes_is_shown_with_the_reason(identities, look):
