@@ -126,6 +126,9 @@ class Guarded(Task):
     def tokens(self, batch: Any) -> int:
         found = self._call("tokens", batch)
         number = self._number("tokens()", found, "a whole number of at least 1")
+        is_default = type(self._task).tokens is Task.tokens
+        if is_default and number == 0:
+            raise self._fault("batches()", "yielded an empty batch, and must leave it out")
         if not math.isfinite(number) or number < 1:
             raise self._fault(
                 "tokens()", f"returned {number:g}, and must return a whole number of at least 1"

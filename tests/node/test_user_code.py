@@ -95,6 +95,8 @@ class Tokens(Good):
     def tokens(self, batch): return batch["no luck"]
 class NoTokens(Good):
     def tokens(self, batch): return 0
+class EmptyBatch(Good):
+    def batches(self, shard): yield torch.empty(0, 2), torch.empty(0, 1)
 class Optimizer(Good):
     def inner_optimizer(self, params): raise ValueError("no luck")
 class NoOptimizer(Good):
@@ -146,6 +148,7 @@ FAULTS = {
     "EvaluateNone": ("evaluate() returned None", None),
     "Tokens": ("failed in tokens()", 'batch["no luck"]'),
     "NoTokens": ("tokens() returned 0", None),
+    "EmptyBatch": ("batches() yielded an empty batch", None),
     "Optimizer": ("failed in inner_optimizer()", "ValueError: no luck"),
     "NoOptimizer": ("inner_optimizer() returned None", None),
     "OwnOptimizer": ("failed in the optimizer of inner_optimizer()", "ValueError: no luck"),
