@@ -15,6 +15,7 @@ from shoal.swarm.pacing.progress import extension_s
 # bytes a second: time for so many is given in any case, and more to what moves
 # (`shoal.swarm.pacing.progress`)
 LEAST_RATE = 1e6
+LEAST_ASKING_S = 1.0  # seconds for a question on a link where silence is noticed sooner
 LARGEST_S = 6 * 3600.0  # seconds that a transfer may take however much it moves
 
 
@@ -38,7 +39,7 @@ class ExchangeTimeouts:
         """How long a peer asks once more how an exchange was decided: a new connection over a
         satellite takes several round trips. Who does not answer is given up before a round is.
         """
-        return self.chunk / 2
+        return max(self.chunk / 2, LEAST_ASKING_S)
 
     def moving(self, nbytes: int) -> float:
         """Return how long the transfer of ``nbytes`` bytes each way may take, however little it
