@@ -99,13 +99,16 @@ def health_report(
 
 
 def _partition(members: Mapping[str, Member]) -> list[str]:
-    alone = [m for m in members.values() if (m.missing, m.missing_of) == (1, 2)]
-    suspecting = [m for m in members.values() if m.missing and m not in alone]
-    found = [
-        f"{member.name} has nobody left: {', '.join(member.missing_names)} stopped without "
-        "leaving, or is cut off."
-        for member in alone
-    ]
+    found: list[str] = []
+    suspecting: list[Member] = []
+    for member in members.values():
+        if (member.missing, member.missing_of) == (1, 2):
+            found.append(
+                f"{member.name} has nobody left: {', '.join(member.missing_names)} stopped without "
+                "leaving, or is cut off."
+            )
+        elif member.missing:
+            suspecting.append(member)
     if not suspecting:
         return found
     most = max(suspecting, key=lambda member: (member.missing, member.name))
