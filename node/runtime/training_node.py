@@ -578,19 +578,6 @@ class TrainingNode:
                 for line in filter(None, (self.membership.news(), waiting_for(missing))):
                     self.display.message(line)
 
-    def _past_end(self) -> str:
-        """Return a sentence if a change of the swarm's steps ended this node after more of them:
-        then others may have made exchanges without it.
-        """
-        done = self.trainer.opt.steps
-        end = self.settings.train.steps
-        if not 0 < end < done:
-            return ""
-        return (
-            f"this node has done {done - end} steps more than those after which the swarm ends, so "
-            "its model may differ from the others': `shoal merge --slow` makes one of checkpoints"
-        )
-
     def _conclude(self, result: Result) -> None:
         """Save the end, evaluate it, and fill in ``result``."""
         trainer = self.trainer
@@ -605,7 +592,7 @@ class TrainingNode:
         if not self.settings.outer.alone:
             result.trained_alone = self.member.trained_alone()
             if not result.interrupted and trainer.final.report is None:
-                result.ended_alone = self.member.ended_alone() or self._past_end()
+                result.ended_alone = self.member.ended_alone()
         with self._activity.doing("saving", bounded=True):
             result.not_saved = self.saver.last(trainer.opt.steps)
         if result.not_saved is not None:

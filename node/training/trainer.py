@@ -250,7 +250,7 @@ class Trainer:
         """
         self.stepping = True
         if self.final.exchange is None:
-            self.opt.finish(average=self.outer.finish == "average" and not self.outer.alone)
+            self.opt.finish()
         else:
             checked = self.outer.check_loss and self.layout.ranks == 1
             self.final.run(self.opt, self._loss_at_the_end, checked=checked)

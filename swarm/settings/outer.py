@@ -138,11 +138,10 @@ class OuterSettings(BaseModel):
         "it back to all in this format (sign+ef, auto:2+ef, e3m0+ef, int8, float32), in place of "
         "whole contributions. Empty: whole contributions, as in swarms with a robust rule.",
     )
-    finish: Literal["none", "average"] | None = Field(
-        default=None,
-        description="After the last step: none (each peer keeps its own model), or average (all "
-        "that are there take the mean of "
-        "their weights, and end with one model).",
+    finish: Literal["none", "average"] = Field(
+        default="average",
+        description="After the last step: average (all that are there take the mean of their "
+        "weights, and end with one model), or none (each peer keeps its own model).",
     )
     wait_s: Seconds = Field(
         default=10.0,
@@ -361,17 +360,7 @@ class OuterSettings(BaseModel):
         update |= self.knobs()
         update["codec"] = self.codec or method.codec
         update["weights"] = self.weighing
-        update["finish"] = self.finishing
         return self.model_copy(update=update)
-
-    @property
-    def finishing(self) -> Literal["none", "average"]:
-        """What follows the last step: where peers average in pairs, each would have a model of its
-        own without a last average.
-        """
-        if self.finish is not None:
-            return self.finish
-        return "average" if self.row.group == "pair" else "none"
 
     def fitted(self, fragments: int) -> OuterSettings:
         """Return the settings for a model that is cut into so many ``fragments``, fewer where it

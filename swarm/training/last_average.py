@@ -376,7 +376,7 @@ def make_last_screen(outer: OuterSettings) -> UpdateScreen:
 
 def averages_at_end(outer: OuterSettings) -> bool:
     """Return whether a swarm ends with a last average."""
-    return not outer.alone and outer.finishing == "average"
+    return not outer.alone and outer.finish == "average"
 
 
 def allowed(before: float | None, after: float | None) -> bool:

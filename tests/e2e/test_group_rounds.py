@@ -5,6 +5,9 @@ missed rounds.
 import signal
 
 import pytest
+import torch
+
+from shoal.node.checkpoint import store
 
 
 def held(shoal, name):
@@ -88,3 +91,30 @@ def test_who_slept_ends_with_the_weights_of_the_others(shoal, eventually, outer)
         "three rounds of three with equal weights",
     )
     stop(sleeper, second, first)
+
+
+@pytest.mark.slow(reason="three real nodes")
+def test_members_of_a_group_end_with_one_model(shoal, eventually):
+    """The one that came late is in another round at its last step.
+
+    Mutant: a swarm over everyone makes no last average.
+    """
+    table = shoal.toml(
+        swarm={"name": "group", "start_when": 2},
+        outer={**OUTER["streaming"], "wait_s": 5.0},
+        options={"context": 32},
+    )
+    first = shoal.node("up", table, "a")
+    link = first.line()
+    second = shoal.node("join", link, "b")
+    eventually(lambda: len(shoal.rounds("a", 2)) >= 3, 60, "three rounds of two")
+    third = shoal.node("join", link, "c")
+    eventually(lambda: shoal.rounds("c", 3), 60, "a round of three")
+    shoal.start("end", link, "--identity", shoal.home / "a.key", "--json").json()
+    assert {node.wait() for node in (first, second, third)} == {0}
+    averages = [shoal.result(name)["last_average"] for name in "abc"]
+    assert [average["members"] for average in averages] == [["a", "b", "c"]] * 3
+    states = [store.load(shoal.home / name)[1]["trainer"]["optimizer"] for name in "abc"]
+    for state in states[1:]:
+        pairs = zip(states[0]["slow"], state["slow"], strict=True)
+        assert all(torch.equal(first, other) for first, other in pairs)

@@ -120,13 +120,3 @@ def test_own_optimizer_keeps_its_rate():
     saved = SavedRun("a", swarm_id(sealed), sealed, manifest, {"optimizer": {"round": 0}}, signed)
     train = continued(load(), saved.manifest_then).train
     assert (train.optimizer, train.lr) == ("task", None)
-
-
-@pytest.mark.parametrize(("done", "said"), [(100, ""), (140, "40 steps more than those after")])
-def test_a_node_past_the_changed_end_says_so(done, said):
-    """Others may have made their last exchanges without it."""
-    node = TrainingNode.__new__(TrainingNode)
-    node.settings = load(None, SWARMS)
-    node.trainer = SimpleNamespace(opt=SimpleNamespace(steps=done))
-    assert said in node._past_end()
-    assert bool(said) == bool(node._past_end())

@@ -205,8 +205,7 @@ def test_defaults_and_descriptions():
         "noloco",
         *[None] * 4,
     )
-    assert (outer.wait_s, outer.buffers, outer.finishing) == (10, "ignore", "average")
-    assert OuterSettings(method="diloco").finishing == "none"  # its peers hold equal weights
+    assert (outer.wait_s, outer.buffers, outer.finish) == (10, "ignore", "average")
     train = TrainSettings()
     assert (train.steps, train.seed, train.eval_every) == (0, 0, 0)
     model: type[BaseModel]

@@ -73,6 +73,7 @@ def test_group_order_resumes_in_model_order():
         lag=1,
         network=HERE,
         wait_s=0.2,
+        finish="none",
     ) as s:
         opt = s.optimizer(decayed(net))
         loop(opt, net, 1, steps=4 * EVERY - 1)
