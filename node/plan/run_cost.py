@@ -6,12 +6,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shoal.node.plan.rows import ModelTensors, Row, work_of
-from shoal.swarm.exchange.cost import Line, forecast
+from shoal.swarm.exchange.cost import FLOAT32, Line, forecast
+from shoal.swarm.exchange.cost import sent as sent_a_round
 from shoal.swarm.figures import amount, duration
-from shoal.swarm.settings.outer import OuterSettings
+from shoal.swarm.settings.outer import MAX_GROUP, OuterSettings
+from shoal.swarm.training.last_average import (
+    MAX_GATHERED,
+    averages_at_end,
+    make_last_screen,
+)
 
 DAY_S = 86_400.0
 ESTIMATE_AFTER_S = 5.0
@@ -31,7 +37,7 @@ class RunCost:
     steps: int
     seconds: float
     sent: float
-    """Bytes, and as many are received."""
+    """Bytes, the last average among them, and as many are received."""
     memory: float | None
     """Bytes for averaging, beyond training alone; None: not measured with these settings."""
 
@@ -57,7 +63,28 @@ def run_cost(row: Row, *, steps: int, round_s: float | None = None) -> RunCost:
     """
     a_round = row.forecast.round_s if round_s is None else round_s
     rounds = steps / row.work.every if steps else DAY_S / a_round
-    return RunCost(steps, rounds * a_round, rounds * row.forecast.sent, row.memory)
+    sent = rounds * row.forecast.sent
+    if steps:
+        sent += last_average_sent(row)
+    return RunCost(steps, rounds * a_round, sent, row.memory)
+
+
+def last_average_sent(row: Row) -> int:
+    """Return the bytes that a node sends in the last average, which is of float32 weights; 0 where
+    the swarm ends without one.
+    """
+    if not averages_at_end(row.outer):
+        return 0
+    gathers = make_last_screen(row.outer).gathers
+    weights = replace(
+        row.work,
+        group="everyone",
+        nbytes=FLOAT32 * row.work.params,
+        sums=not gathers,
+        max_group=MAX_GATHERED if gathers else MAX_GROUP,
+        back=0,
+    )
+    return sent_a_round(weights)
 
 
 class StartEstimate:

@@ -14,8 +14,13 @@ from shoal.node.commands import plan as command
 from shoal.node.commands.plan import Measured, PlanError, measured_line, plan
 from shoal.node.config.settings import load
 from shoal.node.plan.advice import Situation, advise
-from shoal.node.plan.rows import FIXED_BYTES, ModelTensors, choices, rows, work_of
-from shoal.node.plan.run_cost import ESTIMATE_LATEST_S, StartEstimate, run_cost
+from shoal.node.plan.rows import FIXED_BYTES, ModelTensors, Row, choices, rows, work_of
+from shoal.node.plan.run_cost import (
+    ESTIMATE_LATEST_S,
+    StartEstimate,
+    last_average_sent,
+    run_cost,
+)
 from shoal.optim import METHODS, Alone, codec_named
 from shoal.optim.codecs.floats import FloatCodec
 from shoal.optim.codecs.registry import CODECS
@@ -432,11 +437,29 @@ def test_a_run_is_estimated_once_its_first_round_is_over():
         for row in found(params=10_000_000, peers=4, step_s=2.0, every=50)
         if (row.outer.method, row.outer.codec, row.blocks) == ("noloco", "int8", False)
     ]
+    sent = 40 * row.forecast.sent + last_average_sent(row)
     assert said == (
-        f"2,000 steps take about 66.7 min and send about {amount(40 * row.forecast.sent)}, and as "
+        f"2,000 steps take about 66.7 min and send about {amount(sent)}, and as "
         f"much comes back; averaging takes some {amount(row.memory)} of memory beside training"
     )
     assert made.news(160, 8, total=2150, peers=4) == ""
+
+
+@pytest.mark.parametrize(("peers", "outer", "values"), [
+    (2, {}, 1),
+    (3, {}, 2),
+    (4, {}, 1.5),  # all-reduced: a member's share goes out, and comes back
+    (8, {"robust": "distance"}, 7),  # each has all contributions of its group
+    (16, {"check_loss": True}, 7),
+    (4, {"finish": "none"}, 0),
+    (4, {"method": "streaming", "codec": "sign+ef"}, 1.5),
+])  # fmt: skip
+def test_bytes_of_the_last_average(peers, outer, values):
+    tensors = ModelTensors.of_count(1_000_000)
+    settings = OuterSettings(**outer).resolved()
+    work = work_of(settings, tensors, peers=peers, step_s=1.0)
+    row = Row(settings, tensors, work, cost.forecast(work, LINE))
+    assert last_average_sent(row) == pytest.approx(4e6 * values, rel=0.02)
 
 
 def test_a_long_round_is_not_waited_for():
