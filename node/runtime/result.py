@@ -44,6 +44,9 @@ class Result(NodeRecord):
     peer: str
     swarm: str
     setup: Setup
+    began_at: int = 0
+    """``progress.step`` at which this run began: more than 0 if it was resumed. Rounds, exchanges,
+    bytes, rates and the first losses are those of the steps since."""
     wall_s: float = 0.0
     """Seconds from the first step to the last."""
     tokens_per_s_with_waiting: float = 0.0
@@ -118,7 +121,9 @@ def summary(result: Result, folder: Path) -> list[str]:
 def _end(result: Result) -> str:
     exchanges = result.exchanges
     loss = result.loss
-    done = f"{result.progress.step} steps and {exchanges.rounds} rounds"
+    done = f"{result.progress.step - result.began_at} steps and {exchanges.rounds} rounds"
+    if result.began_at:
+        done += f" since step {result.began_at}"
     if result.setup.method != ALONE:
         done += f", {exchanges.with_partner} of {exchanges.ended} exchanges with others"
     if result.interrupted:

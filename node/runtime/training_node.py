@@ -523,6 +523,7 @@ class TrainingNode:
         self.member.start_counting()
         self.member.announce("training")
         result.take(self.member.record())
+        result.began_at, _ = self._done()
         self.metrics.write("start", **result.model_dump(mode="json"))
         self.display.start(self.settings.train.steps)
         tensors = ModelTensors.of(trainer.params, trainer.model)

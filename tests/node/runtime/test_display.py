@@ -266,6 +266,10 @@ def test_end_report_says_how_to_go_on():
         "checkpoints, metrics.jsonl and result.json are in 'runs/a'; the same command with "
         "--resume and more"
     )
+    resumed = made.model_copy(update={"began_at": 30})
+    assert summary(resumed, Path())[0].startswith(
+        "finished after 20 steps and 5 rounds since step 30, "
+    )
     made.setup = made.setup.model_copy(update={"method": "none"})
     assert summary(made, Path("runs/a"))[0].startswith("finished after 50 steps and 5 rounds: held")
     made.setup = made.setup.model_copy(update={"method": "noloco"})
