@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
+from shoal.swarm.errors import write_remedy
+
 DISPLAYED = "shoal.node.runtime.display"
 """The logger of what the display has shown already."""
 LOG_BYTES = 2 << 20
@@ -51,8 +53,8 @@ def log_to_file(path: Path, say: Callable[[str], None]) -> Iterator[None]:
         )
     except OSError as error:
         say(
-            f"Cannot write the log {str(path)!r} ({error.strerror}): free some space or choose "
-            "another folder."
+            f"Cannot write the log {str(path)!r} ({error.strerror}): {write_remedy(error)} or "
+            "choose another folder."
         )
         yield
         return

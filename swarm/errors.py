@@ -2,6 +2,17 @@
 do.
 """
 
+import errno
+
+_FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
+
+
+def write_remedy(error: Exception) -> str:
+    """Return what to do if nothing can be written because of ``error``, without a capital."""
+    if isinstance(error, OSError) and error.errno in _FORBIDDEN:
+        return "let this user write there"
+    return "free some space"
+
 
 def printable(text: str, kept: str = "", other: str = "?") -> str:
     """Return ``text`` with ``other`` for control characters but those ``kept``: a stranger's could

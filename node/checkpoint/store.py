@@ -36,6 +36,7 @@ from shoal.node.checkpoint.packing import (
     unpack,
 )
 from shoal.node.checkpoint.tensor_file import as_bytes, kind, write_tensors
+from shoal.swarm.errors import write_remedy
 
 KEEP = 3
 """Checkpoints that stay in a folder, the newest."""
@@ -108,8 +109,8 @@ def save(
     except (OSError, SafetensorError) as error:
         why = getattr(error, "strerror", None) or error
         raise CheckpointError(
-            f"Cannot save the checkpoint {str(final)!r} ({why}): free some space or choose another "
-            "folder."
+            f"Cannot save the checkpoint {str(final)!r} ({why}): {write_remedy(error)} or choose "
+            "another folder."
         ) from error
     return final
 

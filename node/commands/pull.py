@@ -39,6 +39,7 @@ from shoal.optim.outer.averaged import float_buffers
 from shoal.optim.outer.rule import assign
 from shoal.optim.parameters import AveragedParameters
 from shoal.swarm.access.link import Link
+from shoal.swarm.errors import write_remedy
 from shoal.swarm.exchange.contribution import model_digest
 from shoal.swarm.manifest import Manifest
 from shoal.swarm.membership.visit import visited
@@ -124,7 +125,8 @@ def pull(
                 header, tensors = download(host, query, sources, aside, say)
         except OSError as error:
             raise PullError(
-                f"Cannot write to {str(out)!r} ({error.strerror}): free some space, and pull again."
+                f"Cannot write to {str(out)!r} ({error.strerror}): {write_remedy(error)}, and "
+                "pull again."
             ) from error
         received = host.traffic.received - before
     if not all_finite(tensors):

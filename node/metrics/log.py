@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from shoal.node.console import dumps, finite
-from shoal.swarm.errors import ShoalError
+from shoal.swarm.errors import ShoalError, write_remedy
 from shoal.swarm.repeats import Repeats
 from shoal.swarm.wire.record import NodeRecord, Progress, Round
 
@@ -215,8 +215,8 @@ class Metrics:
 
     def _error(self, error: OSError) -> MetricsError:
         return MetricsError(
-            f"Cannot write the metrics {str(self._path)!r} ({error.strerror}): free some space or "
-            "choose another folder."
+            f"Cannot write the metrics {str(self._path)!r} ({error.strerror}): "
+            f"{write_remedy(error)} or choose another folder."
         )
 
     def begin(self, about: About) -> None:

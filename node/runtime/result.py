@@ -15,6 +15,7 @@ from shoal.node.console import dumps
 from shoal.node.runtime.display import lag_words, per_second
 from shoal.node.runtime.run_options import LOG
 from shoal.optim.methods import ALONE
+from shoal.swarm.errors import write_remedy
 from shoal.swarm.figures import duration
 from shoal.swarm.file_lock import replace_file
 from shoal.swarm.wire.record import Group, NodeRecord
@@ -158,10 +159,7 @@ def save(result: Result, folder: Path, say: Callable[[str], None]) -> None:
     try:
         write_json(folder / RESULT, result.model_dump(mode="json"))
     except OSError as error:
-        say(
-            f"Cannot write {str(folder / RESULT)!r} ({error.strerror}): free some space, or let "
-            "this user write there."
-        )
+        say(f"Cannot write {str(folder / RESULT)!r} ({error.strerror}): {write_remedy(error)}.")
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:

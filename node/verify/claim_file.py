@@ -20,7 +20,7 @@ from pydantic import Field
 from shoal.node.verify.errors import VerifyError
 from shoal.node.verify.material import Agreed
 from shoal.node.verify.snapshot import MAX_SNAPSHOT_BYTES
-from shoal.swarm.errors import MessageError
+from shoal.swarm.errors import MessageError, write_remedy
 from shoal.swarm.file_lock import replace_file
 from shoal.swarm.topics.attestation import verify_record
 from shoal.swarm.wire.envelope import KIB, Message, pack, unpack
@@ -98,8 +98,7 @@ def save_claim(
         _prune(folder, keep, most_bytes, path)
     except OSError as error:
         raise VerifyError(
-            f"Cannot write {str(path)!r} ({error.strerror}): free some space or check its "
-            "permissions."
+            f"Cannot write {str(path)!r} ({error.strerror}): {write_remedy(error)}."
         ) from error
     return path
 

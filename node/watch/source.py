@@ -50,7 +50,7 @@ from shoal.node.watch.swarm_view import SwarmView
 from shoal.swarm.access.address import address_problem
 from shoal.swarm.access.link import Link
 from shoal.swarm.changes import CHANGE_PROTOCOL, ChangeReply, ChangeRequest, open_change, rank_of
-from shoal.swarm.errors import MessageError, NetworkError, ShoalError
+from shoal.swarm.errors import MessageError, NetworkError, ShoalError, write_remedy
 from shoal.swarm.gossip import envelope
 from shoal.swarm.gossip.frames import GossipTopics, greet, receive_frame, split_frame, topic_of
 from shoal.swarm.identity import Identity
@@ -428,8 +428,8 @@ class Recorder:
 
     def _error(self, error: OSError) -> WatchError:
         return WatchError(
-            f"Cannot record to {str(self._path)!r} ({error.strerror}): free some space or name "
-            "another file."
+            f"Cannot record to {str(self._path)!r} ({error.strerror}): "
+            f"{write_remedy(error)} or name another file."
         )
 
 

@@ -21,7 +21,7 @@ from shoal.optim import (
 )
 from shoal.optim.outer.inner import Inner, check_inner
 from shoal.optim.outer.weights import Processes
-from shoal.swarm.errors import OuterError
+from shoal.swarm.errors import OuterError, write_remedy
 from shoal.swarm.exchange.context import PeerContext
 from shoal.swarm.exchange.group.exchange import GroupExchange
 from shoal.swarm.exchange.pair.exchange import PairExchange
@@ -171,5 +171,5 @@ def make_outer(
     except OSError as error:
         raise OuterError(
             f"The outer optimizer's state cannot be kept in files in {str(slow_device)!r} "
-            f"({error.strerror}): free some space, or choose another folder (--offload)."
+            f"({error.strerror}): {write_remedy(error)}, or choose another folder (--offload)."
         ) from error

@@ -286,8 +286,8 @@ def test_ctrl_c_saves_and_the_node_resumes(shoal, eventually):
     assert result["began_at"] == first["progress"]["step"]
     assert (
         f"finished after 7 steps and {result['exchanges']['rounds']} rounds since step "
-        f"{result['began_at']}, 0 of {result['exchanges']['ended']} exchanges with others: held-out "
-        "loss "
+        f"{result['began_at']}, 0 of {result['exchanges']['ended']} exchanges with others: "
+        "held-out loss "
         f"{result['loss']['held_out']:.4f}, {result['loss']['held_out_first']:.4f} at first"
         in resumed.said()
     )
