@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from shoal.node.cli.finite_range import FiniteRange
 from shoal.node.cli.options import json_option
 from shoal.node.console import dumps
 from shoal.swarm.errors import printable
@@ -36,7 +37,7 @@ from shoal.swarm.errors import printable
 )
 @click.option(
     "--temperature",
-    type=click.FloatRange(0.0, 100.0),
+    type=FiniteRange(0.0, 100.0),
     default=0.8,
     show_default=True,
     help="0: the likeliest token.",

@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from shoal.node.cli.finite_range import FiniteRange
 from shoal.node.cli.options import (
     COMPUTING_FLAGS,
     NODE,
@@ -37,7 +38,7 @@ TUNE_FLAGS = {
 @click.argument("file", required=False, type=click.Path(path_type=Path), metavar="[SWARM.TOML]")
 @click.option(
     "--minutes",
-    type=click.FloatRange(0, min_open=True),
+    type=FiniteRange(0, min_open=True),
     default=10.0,
     show_default=True,
     help="Time that it may take in all.",

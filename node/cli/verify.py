@@ -12,6 +12,7 @@ from typing import Any
 
 import click
 
+from shoal.node.cli.finite_range import FiniteRange
 from shoal.node.cli.options import json_option
 from shoal.node.console import dumps
 from shoal.node.exit_code import ExitCode
@@ -146,7 +147,7 @@ def explain(peer: str, folder: Path | None, as_json: bool) -> None:
 )
 @click.option(
     "--rate",
-    type=click.FloatRange(1e-9, 0.5),
+    type=FiniteRange(1e-9, 0.5),
     default=1e-4,
     show_default=True,
     help="Rate of false alarms, for the warning.",
@@ -166,7 +167,7 @@ def explain(peer: str, folder: Path | None, as_json: bool) -> None:
 )
 @click.option(
     "--temperature",
-    type=click.FloatRange(0, 100),
+    type=FiniteRange(0, 100),
     default=1.0,
     show_default=True,
     help="Sampling temperature.",
@@ -229,28 +230,28 @@ def calibrate(
 )
 @click.option(
     "--collude",
-    type=click.FloatRange(0, 1),
+    type=FiniteRange(0, 1),
     default=0.0,
     show_default=True,
     help="Share that votes against the truth.",
 )
 @click.option(
     "--lazy",
-    type=click.FloatRange(0, 1),
+    type=FiniteRange(0, 1),
     default=0.0,
     show_default=True,
     help="Share that approves without a check.",
 )
 @click.option(
     "--miss",
-    type=click.FloatRange(0, 1),
+    type=FiniteRange(0, 1),
     default=0.01,
     show_default=True,
     help="P(a check passes a wrong claim).",
 )
 @click.option(
     "--alarm",
-    type=click.FloatRange(0, 1),
+    type=FiniteRange(0, 1),
     default=0.01,
     show_default=True,
     help="P(a check refuses an honest claim).",
@@ -262,19 +263,19 @@ def calibrate(
 )
 @click.option(
     "--audit",
-    type=click.FloatRange(0, 1),
+    type=FiniteRange(0, 1),
     help="Share of claims that are checked: does cheating pay?",
 )
 @click.option(
     "--gain",
-    type=click.FloatRange(0),
+    type=FiniteRange(0),
     default=1.0,
     show_default=True,
     help="Gain from a cheat that is not found.",
 )
 @click.option(
     "--penalty",
-    type=click.FloatRange(0, min_open=True),
+    type=FiniteRange(0, min_open=True),
     default=20.0,
     show_default=True,
     help="Penalty for a cheat that is found.",

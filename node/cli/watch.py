@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from shoal.node.cli.finite_range import FiniteRange
 from shoal.node.cli.options import logging_option
 from shoal.node.listen_address import HERE, Address, parse_address
 from shoal.node.packages import require
@@ -62,14 +63,14 @@ MAX_WAITING = 100_000
 )
 @click.option(
     "--speed",
-    type=click.FloatRange(0.0),
+    type=FiniteRange(0.0),
     default=1.0,
     show_default=True,
     help="Speed of a replay; 0: without pauses.",
 )
 @click.option(
     "--seconds",
-    type=click.FloatRange(0.0, min_open=True),
+    type=FiniteRange(0.0, min_open=True),
     help="End after so many seconds.  [default: never]",
 )
 @logging_option
