@@ -552,9 +552,9 @@ class OuterOptimizer(SavedState):
         Call it once after the last step.
 
         Args:
-            average: then send the steps since each fragment's last round in one more, and take the
-                plain mean of the slow weights (and the averaged buffers) over the group, as
-                float32, also into the model. All peers must do it, after as many steps.
+            average: then take the plain mean of the models' weights, with the steps since the last
+                round (and of the averaged buffers), over the group, as float32, into the slow
+                weights and the model. All peers must do it, after as many rounds.
         """
         self.settle(rest=average)
         if not average:
@@ -571,16 +571,16 @@ class OuterOptimizer(SavedState):
     def settle(self, *, rest: bool = True) -> None:
         """Apply the exchanges in flight.
 
-        ``rest``: also send the steps since each fragment's last round, in one more.
+        ``rest``: also take the steps since each fragment's last round into the slow weights, which
+        are the model's then, for a mean of everything that follows.
         """
         self._check_not_averaged("finish")
         self._check_weights()
         self._apply_in_flight()
-        for number, fragment in enumerate(self._fragments):
-            steps, _ = fragment.sent_at
-            if rest and steps < self.steps:
-                self._send(number, at_once=True)
-        self._apply_in_flight()
+        if rest:
+            everything = self._weights.everything
+            self._weights.read(everything)
+            assign(self.slow, [self._weights.fast[index] for index in everything])
         self._watch.note_weights()
 
     def _apply_in_flight(self) -> None:

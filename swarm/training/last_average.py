@@ -183,8 +183,6 @@ class LastAverage(Exchange):
         self._due: dict[str, float] = {}
         """Peer -> monotonic time until which it is waited for."""
         self._names: dict[str, str] = {}
-        self._announced: dict[str, str] = {}
-        """Those for whom this node said that it waits, by peer id."""
         self.report = EndReport()
         directory = membership.directory
         manifest = membership.manifest
@@ -246,7 +244,6 @@ class LastAverage(Exchange):
         self.announce()
         self._directory.look()
         others = self._others()
-        self._announced = others
         self._names |= others
         if others:
             self.say(
@@ -266,12 +263,12 @@ class LastAverage(Exchange):
         """Return whether everybody who is there is in the mean of ``members`` (peer ids), of which
         there may be none.
 
-        Missing are also those for whom this node said that it waits, and does not any more.
+        Missing are also those for whom this node waited, and does not any more.
         """
         others = self._others()
         self._names |= others
         left = others.keys() - set(members)
-        missing = left | (self._announced.keys() - set(members))
+        missing = self._names.keys() - set(members)
         me = self._directory.own()
         names = self._names | {self._me: me.name if me is not None else "this node"}
         self.report.members = tuple(sorted(names.get(peer, short(peer)) for peer in members))
@@ -315,11 +312,12 @@ class LastAverage(Exchange):
         return due if self._until is None else min(due, self._until)
 
     def _allowance(self, member: Member) -> float:
-        """Return the seconds that a member may need to its end; 0 if it will not be there in time.
+        """Return the seconds that a member may need to its end, a step at least; 0 if it will not
+        be there in time.
 
         Records come a second late, so one without a speed may be there already.
         """
-        left = self._steps_left(member)
+        left = [max(steps, 1.0) for steps in self._steps_left(member)]
         needs = [steps / member.steps_per_s if member.steps_per_s > 0 else 0.0 for steps in left]
         in_time = [seconds for seconds in needs if seconds <= LONGEST_WAIT_S]
         return STEP_TIME_FACTOR * max(in_time) + GRACE_S if in_time else 0.0
@@ -404,6 +402,8 @@ def average_at_end(
         checked: keep this node's own weights if the mean raises that loss (`allowed`).
     """
     opt.settle()
+    if last is not None:
+        last.begin(opt.steps)  # before the evaluation, which may take longer than others wait
     report = EndReport() if last is None else last.report
     report.loss_before = held_out_loss()
 
@@ -412,8 +412,6 @@ def average_at_end(
         report.refused = not allowed(report.loss_before, report.loss_after)
         return not report.refused
 
-    if last is not None:
-        last.begin(opt.steps)
     enough = bool if last is None else last.enough
     members = opt.average_over(exchange, enough=enough, accept=taken if checked else None)
     if members and not checked:

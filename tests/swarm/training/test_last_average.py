@@ -25,6 +25,7 @@ from shoal.swarm.training.last_average import (
     STEP_TIME_FACTOR,
     LastAverage,
     allowed,
+    average_at_end,
     make_last_screen,
 )
 from shoal.swarm.wire.messages import MemberEnd
@@ -331,6 +332,29 @@ def test_nobody_is_waited_for_without_end(world):
     assert world.there() == ["anna", "bert"]
 
 
+def test_a_member_in_its_last_step_is_waited_for(world):
+    """Fault: rounds of seconds need no further exchange, so who was in a long step had 10 s."""
+    world.set(BERT, step=100, steps_per_s=1 / 40)
+    world.last.begin(100)
+    world.now = STEP_TIME_FACTOR * 40 + GRACE_S - 1
+    assert world.there() == ["anna", "bert"]
+    world.now += 2
+    assert world.there() == ["anna"]
+
+
+def test_a_node_says_that_it_ended_before_it_evaluates(world):
+    """Fault: others waited 10 s for a node whose evaluation takes 25, and lost the average."""
+    world.set(ME, step=99)
+    opt = SimpleNamespace(settle=lambda: None, steps=100, average_over=lambda *_, **how: ())
+    ended = []
+
+    def evaluated():
+        ended.append(world.members[ME].finished)
+
+    average_at_end(opt, world.last, world.last, evaluated, checked=False)
+    assert ended == [True]
+
+
 def test_the_wait_has_a_deadline_whatever_a_member_says(world):
     world.set(BERT, step=0, steps_per_s=0.9)  # 111 s, so 177 with the slack
     world.last.begin(100)
@@ -359,7 +383,7 @@ def test_a_change_that_ends_all_at_once_lets_them_wait(world):
     world.last.announce = lambda: world.set(ME, step=200, round=8, finished=True)
     world.last.begin(200)
     assert world.there() == ["anna", "bert", "carl"]
-    world.now = GRACE_S + 1
+    world.now = STEP_TIME_FACTOR + GRACE_S + 1  # a step of bert's takes a second
     assert world.there() == ["anna", "carl"]  # in round 8 in 10 s
 
 
@@ -378,7 +402,7 @@ def test_members_beyond_a_changed_end_are_waited_for(world, step):
     world.last.announce = lambda: world.set(ME, step=step, round=8, finished=True)
     world.last.begin(step)
     assert world.there() == ["anna", "bert", "carl"]
-    world.now = GRACE_S + 1
+    world.now = STEP_TIME_FACTOR * 20 / every + GRACE_S + 1
     assert world.there() == ["anna", "bert"]
     world.now = STEP_TIME_FACTOR * 20 + GRACE_S + 1
     assert world.there() == ["anna"]
