@@ -185,22 +185,27 @@ def test_every_method_learns_drops_included(name):
     assert len(names) == len(ends["a"][1])
 
 
-def test_last_mean_is_of_slow_weights():
-    """A last mean of gossiping peers is the mean of their slow weights."""
+@pytest.mark.filterwarnings("ignore:the model's weights changed outside step")
+def test_last_mean_is_of_the_models():
+    """A last mean of gossiping peers is the mean of their models, steps since the last round
+    included.
 
-    def peer(exchange, average):
+    Mutant: it is the mean of their slow weights.
+    """
+
+    def peer(exchange):
         run = Run(exchange, partial(NoLoCo, buffers="average"))
         run.train(0, 11)
-        run.opt.finish(average=average)
-        return [tensor.clone() for tensor in run.opt.slow], run.net
+        run.opt.finish()
+        return [param.detach().float() for param in run.opt.parameters], run.opt.slow
 
-    apart = Simulation(PEERS, size=2).run(lambda exchange: peer(exchange, False))
+    apart = Simulation(PEERS, size=2).run(peer)
     one = Simulation(PEERS, size=3)
 
     def together(exchange):
         run = Run(exchange, partial(NoLoCo, buffers="average"))
-        for mine, saved in zip(run.opt.slow, apart[exchange.peer][0], strict=True):
-            mine.copy_(saved)
+        for mine, saved in zip(run.opt.parameters, apart[exchange.peer][0], strict=True):
+            mine.detach().copy_(saved)
         run.opt.finish(average=True)
         return run.opt.slow, run.net, run.opt.parameters.names.index("head.bias")
 
@@ -210,6 +215,7 @@ def test_last_mean_is_of_slow_weights():
             torch.testing.assert_close(tensor, mean, rtol=0, atol=1e-6)
         assert torch.equal(net.head.bias, slow[at])
     assert not equal(apart["a"][0], apart["b"][0])
+    assert not equal(*apart["a"])
 
 
 AVERAGED = [
