@@ -246,7 +246,12 @@ class Resynchronizer:
     def _sources(self) -> list[tuple[str, tuple[str, ...]]]:
         me = self._membership.identity.peer_id
         members = self._membership.directory.members().items()
-        there = [m for peer, m in members if peer != me and m.model == self._model]
+        # Weights of those at their end belong to no round any more.
+        there = [
+            member
+            for peer, member in members
+            if peer != me and member.model == self._model and not member.finished
+        ]
         preferred = [m for m in there if m.peer in self._preferred]
         # A record may be late: one that "waits" may train already.
         able = [m for m in preferred if m.state in ("waiting", "training")]

@@ -174,7 +174,8 @@ class Diagnosis:
         return f"the last {rounds} rounds had no partner, so this node ends with a model of its own"
 
     def _have_others_ended(self) -> bool:
-        return any(member.finished for member in self._directory.departed().values())
+        known = (*self._directory.departed().values(), *self._directory.members().values())
+        return any(member.finished and member.peer != self._me for member in known)
 
     def _remedy(self, reason: str) -> str:
         if self._has_expired():
@@ -194,8 +195,9 @@ class Diagnosis:
         if failures:
             peer, kind = failures[-1]
             return kind, f"{_name(peer, others)} {FAILED[kind]}"
-        if not any(member.model == model for member in others.values()):
-            reason = "model" if others else "nobody"
+        training = [member for member in others.values() if not member.finished]
+        if not any(member.model == model for member in training):
+            reason = "model" if training else "nobody"
             if reason == "nobody" and self._have_others_ended():
                 return reason, "all others have come to their end"
             return reason, PARTNERLESS[reason][0]

@@ -36,7 +36,9 @@ class Swarm:
         self.asked = []
         self.host = SimpleNamespace(met={}, internal_errors=InternalErrors())
         self.members = {
-            peer: SimpleNamespace(peer=peer, model=MODEL, state="training", round=9, addresses=())
+            peer: SimpleNamespace(
+                peer=peer, model=MODEL, state="training", round=9, addresses=(), finished=False
+            )
             for peer in others
         }
         directory = SimpleNamespace(members=lambda: self.members)
@@ -331,3 +333,16 @@ def test_a_watch_that_forgets_begins_anew():
     assert problem(20, 1.0) is not None
     watch.forget()
     assert problem(21, 1.0) is None
+
+
+def test_nothing_is_fetched_from_members_at_their_end(monkeypatch):
+    """Fault: a late node fetched all weights at each fragment once the others had come to their
+    end, until they refused to serve it.
+    """
+    swarm = Swarm(monkeypatch)
+    swarm.members["other"].finished = True
+    swarm.train(2)
+    assert swarm.asked == []
+    swarm.members["other"].finished = False
+    swarm.train(1)
+    assert swarm.asked == [["other"]]

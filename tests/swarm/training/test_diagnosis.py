@@ -229,12 +229,14 @@ def test_rounds_without_others_end_alone(alone, kind, there, alone_in_the_end):
     assert bool(alone.trained_alone(1)) == alone_in_the_end
 
 
-def test_who_is_left_alone_at_the_end_learns_why(alone):
+@pytest.mark.parametrize("gone", [True, False], ids=["gone", "waiting for the last average"])
+def test_who_is_left_alone_at_the_end_learns_why(alone, gone):
     """The fault: others had ended, and a late member was to give them the link; that its model is
     another than theirs nobody said. Mutants: one round alone at the end is worth a sentence; so are
     rounds without anybody ever.
     """
-    alone.departed[BERT] = alone.members.pop(BERT).model_copy(update={"finished": True})
+    ended = alone.members.pop(BERT).model_copy(update={"finished": True})
+    (alone.departed if gone else alone.members)[BERT] = ended
     alone.exchange()
     assert alone.ended_alone(1) == ""
     alone.exchange(BERT)
