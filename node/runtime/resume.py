@@ -178,16 +178,19 @@ def restore(trainer: Trainer, saved: SavedRun, swarm: str) -> list[str]:
                 "swarm"
             ]
         trainer.inner_step.loaded_from = saved.path
-        if trainer.resume(saved.trainer):
-            return []
+        follows_schedule = trainer.resume(saved.trainer)
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise CheckpointError(
             f"The checkpoint in {str(saved.path)!r} does not hold what a node saves "
             f"({type(error).__name__}): take another one."
         ) from error
+    lines = [f"goes on from the checkpoint of step {trainer.whole.steps}"]
+    if follows_schedule:
+        return lines
     schedule = trainer.schedule
     end = f" of {schedule.length}" if schedule.length else ""
     return [
+        *lines,
         "the learning-rate schedule is another one than in the checkpoint: it goes on from step "
         f"{schedule.done}{end}"
     ]

@@ -125,7 +125,7 @@ def test_unusable_inner_state_names_its_file(tmp_path, identity, damage):
         find(load(None, {"node.folder": str(tmp_path), "node.resume": True}).node),
         trainer(),
     )
-    assert restore(new, saved, swarm) == []
+    assert restore(new, saved, swarm) == ["goes on from the checkpoint of step 10"]
     with pytest.raises(TrainingError) as refused:
         new.step()
     assert "\n" not in str(refused.value)
