@@ -192,7 +192,7 @@ def restore(trainer: Trainer, saved: SavedRun, swarm: str) -> list[str]:
     return [
         *lines,
         "the learning-rate schedule is another one than in the checkpoint: it goes on from step "
-        f"{schedule.done}{end}"
+        f"{schedule.done}{end}",
     ]
 
 
