@@ -33,6 +33,7 @@ from shoal.swarm.membership.change_exchange import asking_order, newest_of, swap
 from shoal.swarm.membership.visit import connected, open_directory, visited
 from shoal.swarm.p2p.addresses import of_ranges
 from shoal.swarm.p2p.host import Host
+from shoal.swarm.training.partition_detector import some
 from shoal.swarm.wire.envelope import MAX_COUNT, seal
 from shoal.swarm.wire.messages import Member
 
@@ -242,7 +243,7 @@ def change(
             change.
     """
     fields = wanted(assigned)
-    return _changed(link, lambda manifest, members, round: fields, path, at)
+    return _changed(link, lambda manifest, members, round: fields, _said_of_change, path, at)
 
 
 def end(link: Link, path: Path | None, at: int | None = None) -> dict[str, Any]:
@@ -250,7 +251,7 @@ def end(link: Link, path: Path | None, at: int | None = None) -> dict[str, Any]:
 
     Raises as `change`.
     """
-    return _changed(link, _steps_to_end, path, at)
+    return _changed(link, _steps_to_end, _said_of_end, path, at)
 
 
 def _steps_to_end(
@@ -270,21 +271,24 @@ def _steps_to_end(
 def _changed(
     link: Link,
     fields_of: Callable[[Manifest, Mapping[str, Member], int], Mapping[str, Any]],
+    said_of: Callable[[Manifest, ChangePart], str],
     path: Path | None,
     at: int | None,
 ) -> dict[str, Any]:
     """Make the change of the fields that ``fields_of`` returns for the manifest, the members and
     the round.
+
+    ``said_of``: returns what the change does, for people.
     """
     with visited(link) as (host, manifest, members, _):
         identity = creator_key(manifest, path, "change its settings")
         asked = asking_order(members.values(), host.met)[:MOST_ASKED]
         replies, _ = swap_with(host, link.swarm, asked, b"")
-        there = {peer: members[peer] for peer in replies}
+        there = {peer: members[peer] for peer in replies if not members[peer].finished}
         if not there:
             raise NetworkError(
-                "No member of the swarm is there to take the change: start a node first, or try "
-                "again."
+                "No member of the swarm is there to take the change, or all have done their last "
+                "step: start a node first, or try again."
             )
         now = _round_of(manifest, there.values(), host.met)
         if at is not None and at <= now:
@@ -310,7 +314,7 @@ def _changed(
             raise NetworkError(
                 f"No member took the change ({next(iter(problems), 'none answered')}): try again."
             )
-    report = _report(manifest, part, members, told, now)
+    report = _report(said_of(manifest, part), part, members, told, now)
     newest = 0 if before is None else before.number
     unserved = [member for member in members.values() if member.change > newest]
     if unserved:
@@ -347,27 +351,42 @@ def _tell(
     return took, problems
 
 
-def _report(
-    manifest: Manifest, part: ChangePart, members: Mapping[str, Member], told: list[str], now: int
-) -> dict[str, Any]:
-    """Return what was done, ready for JSON, with a sentence for people."""
+def _said_of_change(manifest: Manifest, part: ChangePart) -> str:
     every = manifest.outer.resolved().every
-    about = f"round {part.round}"
+    said = f"{described(part.settings())} from round {part.round} on"
     if manifest.outer.round == "steps" and every:
-        about += f" (their step {part.round * every:,})"
-    said = (
-        f"{described(part.settings())} from {about} on; the swarm is in round {now}. {len(told)} "
-        f"of {plural(len(members), 'member')} took the change"
+        said += f", which begins at step {part.round * every:,} of a member of the first round"
+    return said
+
+
+def _said_of_end(manifest: Manifest, part: ChangePart) -> str:
+    return (
+        f"the run ends in round {part.round}, for members that came late too "
+        f"({described(part.settings())})"
     )
-    said += "." if len(told) == len(members) else ", and the others take it from them."
-    over = [member for member in members.values() if part.steps and member.step >= part.steps]
-    if over:
-        said += f" {plural(len(over), 'member')} did as many steps already, and will end then."
+
+
+def _report(
+    head: str, part: ChangePart, members: Mapping[str, Member], told: list[str], now: int
+) -> dict[str, Any]:
+    """Return what was done, ready for JSON, with a sentence for people that begins with ``head``.
+
+    Members whose last step is done follow no change.
+    """
+    training = sum(not member.finished for member in members.values())
+    said = (
+        f"{head}; the swarm is in round {now}. {len(told)} of {plural(training, 'member')} took "
+        "the change"
+    )
+    said += "." if len(told) == training else ", and the others take it from them."
+    ended = sorted(member.name for member in members.values() if member.finished)
+    if ended:
+        said += f" It does not reach {some(ended)}, whose last step is done."
     return {
         "changed": part.settings(),
         "round": part.round,
         "now": now,
         "told": len(told),
-        "members": len(members),
+        "members": training,
         "said": said,
     }

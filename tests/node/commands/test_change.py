@@ -171,6 +171,24 @@ def test_one_silent_member_costs_no_others_answer(swarm, monkeypatch):
     assert swarm.end()["told"] == 5
 
 
+def test_members_at_their_end_follow_no_change(monkeypatch):
+    """Fault: all were said to have taken it, and those whose last step was done ended without."""
+    swarm = Swarm(monkeypatch)
+    swarm.add(2, place="10.0.{}.1")
+    swarm.add(1, place="10.1.{}.1", name="anna")
+    anna = next(peer for peer, member in swarm.members.items() if member.name == "anna")
+    swarm.members[anna] = swarm.members[anna].model_copy(update={"finished": True, "step": 3})
+    made = swarm.end()
+    assert (made["told"], made["members"]) == (2, 2)
+    assert anna not in swarm.taken
+    assert made["changed"]["steps"] == 51 * EVERY
+    assert made["said"] == (
+        f"the run ends in round 51, for members that came late too (train.steps={51 * EVERY}); the "
+        "swarm is in round 50. 2 of 2 members took the change. It does not reach anna, whose last "
+        "step is done."
+    )
+
+
 def test_nobody_that_answers_is_said(monkeypatch):
     swarm = Swarm(monkeypatch)
     swarm.add(3)
