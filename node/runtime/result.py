@@ -4,6 +4,7 @@ sentences for people.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -160,6 +161,17 @@ def save(result: Result, folder: Path, say: Callable[[str], None]) -> None:
         write_json(folder / RESULT, result.model_dump(mode="json"))
     except OSError as error:
         say(f"Cannot write {str(folder / RESULT)!r} ({error.strerror}): {write_remedy(error)}.")
+
+
+def ended_at(folder: Path) -> int:
+    """Return the step at which the last run of the node in ``folder`` came to its end; 0 if it was
+    stopped, or there is no result to read.
+    """
+    try:
+        result = json.loads((folder / RESULT).read_text(encoding="utf-8"))
+        return 0 if result["interrupted"] else int(result["progress"]["step"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return 0
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:

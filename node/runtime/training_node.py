@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from shoal.node.checkpoint.folder import CheckpointError
 from shoal.node.checkpoint.writer import CheckpointWriter
 from shoal.node.config.device import make_current, resolve_device
+from shoal.node.config.settings import ConfigError
 from shoal.node.metrics.log import Metrics, RoundRecord
 from shoal.node.metrics.sinks import about
 from shoal.node.plan.advice import averages_as_chosen, averages_together
@@ -36,7 +37,7 @@ from shoal.node.runtime.join import (
     schedule_steps,
     try_partners,
 )
-from shoal.node.runtime.result import Result, Setup, save, summary
+from shoal.node.runtime.result import Result, Setup, ended_at, save, summary
 from shoal.node.runtime.resume import SavedRun
 from shoal.node.runtime.run_options import LOG, RunOptions, network
 from shoal.node.runtime.task_setup import RL, check_size, continued, enter, make_task, own_steps
@@ -501,6 +502,19 @@ class TrainingNode:
 
     # -- running -----------------------------------------------------------------------------------
 
+    def _check_steps_left(self) -> None:
+        """Raise ConfigError if a run that came to its end is resumed without more steps: it would
+        only replace its result by one that says nothing.
+        """
+        done, _ = self._done()
+        steps = self.settings.train.steps
+        if self._saved is not None and 0 < steps <= done <= ended_at(self.options.folder):
+            self.member.leave()
+            raise ConfigError(
+                f"All {done:,} steps of this run are done, and it has ended: give more by --steps, "
+                f"such as --steps {2 * done}, or leave --resume out in another folder."
+            )
+
     def _stopping(self) -> bool:
         return self.options.shutdown.requested
 
@@ -520,6 +534,7 @@ class TrainingNode:
             self.member.records.lost(held_out_first=first, held_out=first)
         if not self._stopping():
             self._settle(arrival.seen)
+        self._check_steps_left()
         self.member.start_counting()
         self.member.announce("training")
         result.take(self.member.record())

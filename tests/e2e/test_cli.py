@@ -292,6 +292,11 @@ def test_ctrl_c_saves_and_the_node_resumes(shoal, eventually):
         in resumed.said()
     )
     assert result["loss"]["held_out_first"] < first["loss"]["held_out_first"]
+    no_steps = ["--resume", "--task", hooks(shoal), "--steps", str(result["progress"]["step"])]
+    done = shoal.start(*again, *no_steps)
+    assert done.wait() == 2
+    assert f"All {result['progress']['step']} steps of this run are done" in done.said()
+    assert shoal.result("n") == result
 
     newest = max((shoal.home / "n").glob("step-*")) / "tensors.safetensors"
     content = bytearray(newest.read_bytes())
