@@ -235,6 +235,8 @@ def test_every_method_trains_two_rounds_between_two_peers(name, finish):
         trainer.connect(exchange, "run", Shard(int(exchange.peer), 2, 1))
         first = trainer.evaluate()
         trainer.run()
+        if finish == "average" and name != "none":
+            trainer.opt.finish(average=True)
         return trainer, infos, first
 
     found = Simulation(PEERS).run(peer)

@@ -233,10 +233,12 @@ def test_a_round_without_a_partner_says_why(world):
     assert member.on_round(info(3)).why == ""
     assert member.on_round(alone(3)).why == "nobody else is here"
     world.members["anna"] = world.members["else"] = SimpleNamespace(
-        name="else", model="another", steps_per_s=1.0
+        name="else", model="another", steps_per_s=1.0, finished=False
     )
     assert member.on_round(alone(3)).why == "all others train another model"
-    world.members["id-of-bert"] = SimpleNamespace(name="bert", model="digest", steps_per_s=1.0)
+    world.members["id-of-bert"] = SimpleNamespace(
+        name="bert", model="digest", steps_per_s=1.0, finished=False
+    )
     assert member.on_round(alone(3)).why == "all others were taken, or in other rounds"
     stats.failed(RoundKey("run", 4, 0), "id-of-bert", "timeout")
     stats.failed(RoundKey("run", 5, 1), "id-of-somebody-else", "broken")
