@@ -423,7 +423,9 @@ def test_creators_change_reaches_late_joiners(club, tmp_path):
     until(lambda: guest.directory._publisher.prefix is not None)
     made = creators.change(club.link(), {"train.lr": 0.5, "train.steps": 7}, key)
     assert (made["round"], made["members"]) == (1 if made["now"] == 0 else 2, 2)
-    assert made["said"].startswith(f"train.lr=0.5, train.steps=7 from round {made['round']} (their")
+    assert made["said"].startswith(
+        f"train.lr=0.5, train.steps=7 from round {made['round']} on, which begins at step "
+    )
     for member in (club.first, guest):
         until(lambda member=member: member.changes.number)
         train = member.changes.settings_at(made["round"])
