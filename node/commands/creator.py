@@ -271,7 +271,7 @@ def _steps_to_end(
 def _changed(
     link: Link,
     fields_of: Callable[[Manifest, Mapping[str, Member], int], Mapping[str, Any]],
-    said_of: Callable[[Manifest, ChangePart], str],
+    said_of: Callable[[Manifest, Mapping[str, Member], ChangePart], str],
     path: Path | None,
     at: int | None,
 ) -> dict[str, Any]:
@@ -314,7 +314,7 @@ def _changed(
             raise NetworkError(
                 f"No member took the change ({next(iter(problems), 'none answered')}): try again."
             )
-    report = _report(said_of(manifest, part), part, members, told, now)
+    report = _report(said_of(manifest, there, part), part, members, told, now)
     newest = 0 if before is None else before.number
     unserved = [member for member in members.values() if member.change > newest]
     if unserved:
@@ -351,15 +351,18 @@ def _tell(
     return took, problems
 
 
-def _said_of_change(manifest: Manifest, part: ChangePart) -> str:
+def _said_of_change(manifest: Manifest, members: Mapping[str, Member], part: ChangePart) -> str:
     every = manifest.outer.resolved().every
     said = f"{described(part.settings())} from round {part.round} on"
     if manifest.outer.round == "steps" and every:
         said += f", which begins at step {part.round * every:,} of a member of the first round"
+    over = [member for member in members.values() if part.steps and member.step >= part.steps]
+    if over:
+        said += f" ({plural(len(over), 'member')} did as many steps already, and will end then)"
     return said
 
 
-def _said_of_end(manifest: Manifest, part: ChangePart) -> str:
+def _said_of_end(manifest: Manifest, members: Mapping[str, Member], part: ChangePart) -> str:
     return (
         f"the run ends in round {part.round}, for members that came late too "
         f"({described(part.settings())})"

@@ -189,6 +189,14 @@ def test_members_at_their_end_follow_no_change(monkeypatch):
     )
 
 
+def test_members_beyond_the_changed_steps_are_counted(monkeypatch):
+    swarm = Swarm(monkeypatch)
+    swarm.add(2, place="10.0.{}.1")
+    link = SimpleNamespace(swarm=SWARM)
+    said = creator.change(link, {"train.steps": 50 * EVERY}, None, None)["said"]
+    assert "(2 members did as many steps already, and will end then); the swarm is in" in said
+
+
 def test_nobody_that_answers_is_said(monkeypatch):
     swarm = Swarm(monkeypatch)
     swarm.add(3)
