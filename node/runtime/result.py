@@ -170,7 +170,7 @@ def ended_at(folder: Path) -> int:
     try:
         result = json.loads((folder / RESULT).read_text(encoding="utf-8"))
         return 0 if result["interrupted"] else int(result["progress"]["step"])
-    except (OSError, ValueError, LookupError, TypeError):
+    except (OSError, ValueError, LookupError, TypeError, OverflowError, RecursionError):
         return 0
 
 

@@ -14,7 +14,7 @@ from shoal.node.commands.sample import SampleError, load_pulled
 from shoal.node.data.source import DataError
 from shoal.node.rl.completion_server import CompletionServer, _said
 from shoal.node.rl.policy import PolicyError
-from shoal.node.runtime import resume
+from shoal.node.runtime import result, resume
 from shoal.node.task import Shard
 from shoal.node.tasks.gpt import GPT
 from shoal.node.tasks.text import TextTask
@@ -212,6 +212,13 @@ def file_decoders():
             ).encode(),
             JSON,
             LinkError,
+        ),
+        one(
+            "result of a run",
+            "node/runtime/result.py:ended_at",
+            Folder("result").reader(result.RESULT, result.ended_at),
+            lambda: json.dumps({"interrupted": False, "progress": {"step": 30}}).encode(),
+            JSON,
         ),
         one(
             "key of a node",
