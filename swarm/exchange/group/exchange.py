@@ -192,6 +192,20 @@ class _ReductionDeadline:
         return self.ends is not None and now > self.ends + beyond * self.most_s
 
 
+@dataclass(frozen=True)
+class _RunningReduction:
+    """A reduction in progress, and the three tasks of which one ends it."""
+
+    reduction: Reduction
+    deadline: _ReductionDeadline
+    reducing: asyncio.Future[None]
+    """Collects the contributions."""
+    listening: asyncio.Future[GroupFormed | GroupReply]
+    """Waits for the leader's message."""
+    holding: asyncio.Future[None]
+    """Ends when the leader should have decided."""
+
+
 def _taken(outcomes: tuple[Outcome, ...]) -> Mean:
     """Return the mean, now that training takes it; what an owner of a share owes is then kept."""
     outcome = outcomes[0]
@@ -448,63 +462,83 @@ class GroupExchange(ExchangeBase):
                 "the leader asks for an all-reduce, in which no contribution can be screened by "
                 "itself."
             )
-        loop = asyncio.get_running_loop()
-        nbytes = moved(attempt.contribution.payload.nbytes, len(group.members))
-        until = formed + self._timeouts.moving(nbytes)
-        longest = formed + self._timeouts.longest(nbytes)
-        reduction = self._reduction(group, attempt, until, longest)
-        began = loop.time()
-        self._streams.begin(reduction)
-        reducing = asyncio.ensure_future(reduction.run())
-        listening = asyncio.ensure_future(self._listen(channel, reduction, longest))
-        fragment = attempt.key.fragment
-        most_s = self.time.reducing(nbytes, fragment)
-        least_s = self.time.least(fragment)
-        deadline = _ReductionDeadline(began, nbytes, most_s, least_s)
-        holding = asyncio.ensure_future(deadline.limit(pending.needed, reduction, reducing))
+        running = self._begin(channel, group, pending, formed)
+        reduction = running.reduction
         try:
-            await first_of(reducing, listening)
-            # The leader decided first, or the channel to it broke.
-            if listening.done() and not reducing.done():
-                deadline.unheard = reduction.give_up()
-            self._note_times(reduction, attempt.key, deadline)
-            if not listening.done():
-                reducing.result()
-                if attempt.commit.closed:
-                    return None
-                report = GroupReport(
-                    nonce=group.nonce, held=reduction.places(), averages=reduction.averages
-                )
-                await channel.send(report)
-                # Others may take as long again, over a slower link.
-                now = loop.time()
-                left = max(until, 2 * now - formed) - now + ANSWER_CHUNKS * self._timeouts.chunk
-                await first_of(listening, holding, timeout=left)
-            try:
-                if not listening.done():
-                    raise NetworkError(
-                        f"peer {short(group.leader)} did not decide in time.", "timeout"
-                    )
-                message = await listening
-                if isinstance(message, GroupFormed):
-                    return message
-                sealed = message.decision
-            except NetworkError as error:
-                log.info("round %d: the channel to the leader broke: %s", attempt.key.round, error)
-                self._view.mark_absent([group.leader])
-                is_late = holding.done() and not deadline.slept(SLEPT_BESIDE_LEADER)
-                if is_late and group.leader != self._context.me:
-                    self._view.attendance.missed(group.leader, attempt.key.round, held=True)
-                sealed = await self._ask(group) if reducing.done() else None
-            averages = reduction.averages
-            included = self._decisions.open(sealed, group.leader, group.nonce, averages)
+            answer = await self._answer(running, channel, attempt)
+            if isinstance(answer, GroupFormed):
+                return answer
+            included = self._decisions.open(answer, group.leader, group.nonce, reduction.averages)
         finally:
             self._streams.end(reduction)
-            await stop(reducing, listening, holding)
-        if sealed is not None and included:
-            self._decisions.remember(group.nonce, sealed)
-            await self._take(included, reduction, attempt, began)
+            await stop(running.reducing, running.listening, running.holding)
+        if answer is not None and included:
+            self._decisions.remember(group.nonce, answer)
+            await self._take(included, reduction, attempt, running.deadline.began)
         return None
+
+    def _begin(
+        self, channel: HeartbeatChannel, group: Roster, pending: _RoundState, formed: float
+    ) -> _RunningReduction:
+        """Begin the reduction of a group, which was ``formed`` at that time of the loop."""
+        key, payload = pending.attempt.key, pending.attempt.contribution.payload
+        nbytes = moved(payload.nbytes, len(group.members))
+        until = formed + self._timeouts.moving(nbytes)
+        longest = formed + self._timeouts.longest(nbytes)
+        reduction = self._reduction(group, pending.attempt, until, longest)
+        deadline = _ReductionDeadline(
+            asyncio.get_running_loop().time(),
+            nbytes,
+            self.time.reducing(nbytes, key.fragment),
+            self.time.least(key.fragment),
+        )
+        self._streams.begin(reduction)
+        reducing = asyncio.ensure_future(reduction.run())
+        return _RunningReduction(
+            reduction,
+            deadline,
+            reducing,
+            asyncio.ensure_future(self._listen(channel, reduction, longest)),
+            asyncio.ensure_future(deadline.limit(pending.needed, reduction, reducing)),
+        )
+
+    async def _answer(
+        self, running: _RunningReduction, channel: HeartbeatChannel, attempt: Attempt
+    ) -> GroupFormed | bytes | None:
+        """Return the leader's signed decision, or the group of its next attempt; None if there is
+        neither, or training waits no more.
+        """
+        reduction, reducing, listening = running.reduction, running.reducing, running.listening
+        group = reduction.group
+        await first_of(reducing, listening)
+        if not reducing.done():  # the leader decided first, or the channel to it broke
+            running.deadline.unheard = reduction.give_up()
+        self._note_times(reduction, attempt.key, running.deadline)
+        if not listening.done():
+            reducing.result()
+            if attempt.commit.closed:
+                return None
+            report = GroupReport(
+                nonce=group.nonce, held=reduction.places(), averages=reduction.averages
+            )
+            await channel.send(report)
+            await first_of(listening, running.holding)
+        try:
+            if not listening.done():
+                raise NetworkError(f"peer {short(group.leader)} did not decide in time.", "timeout")
+            message = await listening
+        except NetworkError as error:
+            log.info("round %d: the channel to the leader broke: %s", attempt.key.round, error)
+            self._note_lost_leader(group, attempt.key, running)
+            return await self._ask(group) if reducing.done() else None
+        return message if isinstance(message, GroupFormed) else message.decision
+
+    def _note_lost_leader(self, group: Roster, key: RoundKey, running: _RunningReduction) -> None:
+        """Note that the leader brought no decision; it is late only if this node did not sleep."""
+        self._view.mark_absent([group.leader])
+        is_late = running.holding.done() and not running.deadline.slept(SLEPT_BESIDE_LEADER)
+        if is_late and group.leader != self._context.me:
+            self._view.attendance.missed(group.leader, key.round, held=True)
 
     def _reduction(
         self, group: Roster, attempt: Attempt, until: float, longest: float

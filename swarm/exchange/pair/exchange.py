@@ -23,10 +23,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from itertools import islice
 from typing import Any
 
 from torch import Tensor
@@ -294,12 +293,9 @@ class PairExchange(ExchangeBase):
         others.
         """
         loop = asyncio.get_running_loop()
-        queue, called_back = deque(order[:TRIED]), 0
+        queue = deque(order[:TRIED])
         search.until = None
-        while queue or (pairing.turned_away and called_back < TRIED):
-            back = not queue
-            called_back += back
-            peer = pairing.turned_away.popleft() if back else queue.popleft()
+        for peer, back in self._candidates(pairing, queue):
             is_partner = peer == pairing.partner
             left = self._seconds_for(search, is_partner=is_partner, back=back)
             if left <= 0:
@@ -315,14 +311,36 @@ class PairExchange(ExchangeBase):
             if failing or not self.rounds.overlap:
                 self._selector.tried(peer, pairing.key.round)
             elif is_partner and search.is_short:
-                queue = deque(islice(queue, OTHERS))
-            if loop.time() >= search.deadline and not self.rounds.overlap:
-                return Ended.OVER
-            silent_s = PROBED * self._timeouts.chunk
-            if failing and pairing.needed.is_set() and loop.time() - called >= silent_s:
-                # Its silence took the time that training waits for one that is gone.
+                while len(queue) > OTHERS:
+                    queue.pop()
+            if self._holds_training(pairing, search, called if failing else None):
                 return Ended.OVER
         return Ended.UNMET
+
+    def _candidates(self, pairing: PairingAttempt, queue: deque[str]) -> Iterator[tuple[str, bool]]:
+        """Yield the peers of ``queue``, and then at most ``TRIED`` that have called meanwhile, for
+        which the second value is True.
+        """
+        while queue:
+            yield queue.popleft(), False
+        for _ in range(TRIED):
+            if not pairing.turned_away:
+                return
+            yield pairing.turned_away.popleft(), True
+
+    def _holds_training(
+        self, pairing: PairingAttempt, search: Search, failed_from: float | None
+    ) -> bool:
+        """Return whether the search has taken the time for which training waits.
+
+        ``failed_from``: the loop's time at which a call began that failed; None if it did not.
+        """
+        now = asyncio.get_running_loop().time()
+        if now >= search.deadline and not self.rounds.overlap:
+            return True
+        if failed_from is None or not pairing.needed.is_set():
+            return False
+        return now - failed_from >= PROBED * self._timeouts.chunk  # it was silent for so long
 
     def _seconds_for(self, search: Search, *, is_partner: bool, back: bool) -> float:
         """Return the seconds for the next candidate; ``back``: it has called."""
