@@ -7,12 +7,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from shoal.swarm.exchange.terms import FORGOTTEN, REMEMBERED, TERMS, term_end
 from shoal.swarm.p2p.newest import Newest
 
-TERMS = (8, 32, 128, 512)  # up to the next multiple of so many rounds of each fragment
-BROKEN = 2  # of these terms for failures; the others are for peers that cost time
-FORGOTTEN = 64  # rounds after these
-REMEMBERED = 1024  # peers
+BROKEN = 2  # of the terms for failures; the others are for peers that cost time
 
 
 class Misses(NamedTuple):
@@ -94,5 +92,4 @@ class PassedOver:
         misses = self.misses.get(peer, Misses())
         if not misses.failures:
             return 0
-        term = TERMS[misses.failures - 1] * self._fragments
-        return (misses.last // term + 1) * term
+        return term_end(misses.failures, misses.last, self._fragments)

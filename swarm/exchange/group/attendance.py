@@ -11,12 +11,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from shoal.swarm.exchange.terms import FORGOTTEN, REMEMBERED, term_end
 from shoal.swarm.p2p.newest import Newest
 
 ALLOWED = 1  # rounds missed that leave nobody out: everyone sleeps once
-TERMS = (8, 32, 128, 512)  # up to the next multiple of so many rounds of each fragment
-FORGOTTEN = 64  # rounds of each fragment after which no miss counts any more
-REMEMBERED = 1024  # members
 
 
 class _Misses(NamedTuple):
@@ -71,11 +69,7 @@ class Attendance:
         return misses is not None and misses.held and self.is_left_out(peer, round)
 
     def _end(self, misses: _Misses) -> int:
-        """Return the first round in which a member is no longer left out.
-
-        All nodes name the same round: else they would take others for the leader.
-        """
+        """Return the first round in which a member is no longer left out."""
         if misses.rounds <= ALLOWED:
             return misses.last
-        term = TERMS[min(misses.rounds - ALLOWED, len(TERMS)) - 1] * self._fragments
-        return (misses.last // term + 1) * term
+        return term_end(misses.rounds - ALLOWED, misses.last, self._fragments)

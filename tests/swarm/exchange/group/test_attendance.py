@@ -2,7 +2,8 @@
 
 import pytest
 
-from shoal.swarm.exchange.group.attendance import FORGOTTEN, REMEMBERED, TERMS, Attendance
+from shoal.swarm.exchange.group.attendance import Attendance
+from shoal.swarm.exchange.terms import FORGOTTEN, REMEMBERED, TERMS
 
 
 def after_misses(*rounds, fragments=1, held=False):

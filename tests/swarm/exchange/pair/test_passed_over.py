@@ -21,7 +21,8 @@ from shoal.swarm.exchange.pair import exchange as pair_exchange
 from shoal.swarm.exchange.pair.calls import make_offer
 from shoal.swarm.exchange.pair.selector import PairSelector
 from shoal.swarm.exchange.pair.transfer import PairTransfer
-from shoal.swarm.exchange.passed_over import BROKEN, FORGOTTEN, REMEMBERED, TERMS, PassedOver
+from shoal.swarm.exchange.passed_over import BROKEN, PassedOver
+from shoal.swarm.exchange.terms import FORGOTTEN, REMEMBERED, TERMS
 from shoal.swarm.exchange.timeouts import ExchangeTimeouts
 from tests.support.fake_network import paired
 from tests.support.partner_selection import MODEL, SEED, Directory, directory, selector
