@@ -30,6 +30,7 @@ from shoal.swarm.errors import AdmissionError, IdentityError, NetworkError
 from shoal.swarm.identity import Identity
 from shoal.swarm.manifest import Manifest
 from shoal.swarm.membership.change_exchange import asking_order, newest_of, swap_with
+from shoal.swarm.membership.last_step import at_their_end, still_training
 from shoal.swarm.membership.visit import connected, open_directory, visited
 from shoal.swarm.p2p.addresses import of_ranges
 from shoal.swarm.p2p.host import Host
@@ -284,7 +285,7 @@ def _changed(
         identity = creator_key(manifest, path, "change its settings")
         asked = asking_order(members.values(), host.met)[:MOST_ASKED]
         replies, _ = swap_with(host, link.swarm, asked, b"")
-        there = {peer: members[peer] for peer in replies if not members[peer].finished}
+        there = still_training({peer: members[peer] for peer in replies})
         if not there:
             raise NetworkError(
                 "No member of the swarm is there to take the change, or all have done their last "
@@ -376,13 +377,13 @@ def _report(
 
     Members whose last step is done follow no change.
     """
-    training = sum(not member.finished for member in members.values())
+    training = len(still_training(members))
     said = (
         f"{head}; the swarm is in round {now}. {len(told)} of {plural(training, 'member')} took "
         "the change"
     )
     said += "." if len(told) == training else ", and the others take it from them."
-    ended = sorted(member.name for member in members.values() if member.finished)
+    ended = sorted(member.name for member in at_their_end(members).values())
     if ended:
         said += f" It does not reach {some(ended)}, whose last step is done."
     return {

@@ -21,6 +21,7 @@ from shoal.swarm.errors import NetworkError, ShoalError
 from shoal.swarm.exchange.contribution import (
     ExchangeStats,
 )
+from shoal.swarm.membership.last_step import still_training
 from shoal.swarm.membership.membership import Membership
 from shoal.swarm.state.catch_up import in_order, in_step, query_for
 from shoal.swarm.state.drift import SplitDecision
@@ -245,12 +246,12 @@ class Resynchronizer:
 
     def _sources(self) -> list[tuple[str, tuple[str, ...]]]:
         me = self._membership.identity.peer_id
-        members = self._membership.directory.members().items()
         # Weights of those at their end belong to no round any more.
+        training = still_training(self._membership.directory.members())
         there = [
             member
-            for peer, member in members
-            if peer != me and member.model == self._model and not member.finished
+            for peer, member in training.items()
+            if peer != me and member.model == self._model
         ]
         preferred = [m for m in there if m.peer in self._preferred]
         # A record may be late: one that "waits" may train already.

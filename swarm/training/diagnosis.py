@@ -19,6 +19,7 @@ from shoal.swarm.exchange.contribution import RECENT, ExchangeStats
 from shoal.swarm.exchange.robust import RejectedUpdate
 from shoal.swarm.membership.directory import Directory
 from shoal.swarm.membership.health_report import FAILED, PARTNERLESS, partner_remedy
+from shoal.swarm.membership.last_step import at_their_end, still_training
 from shoal.swarm.p2p.stream import short
 from shoal.swarm.refusals import listed
 from shoal.swarm.repeats import Repeats
@@ -174,8 +175,8 @@ class Diagnosis:
         return f"the last {rounds} rounds had no partner, so this node ends with a model of its own"
 
     def _have_others_ended(self) -> bool:
-        known = (*self._directory.departed().values(), *self._directory.members().values())
-        return any(member.finished and member.peer != self._me for member in known)
+        known = {**self._directory.departed(), **self._directory.members()}
+        return bool(at_their_end(known).keys() - {self._me})
 
     def _remedy(self, reason: str) -> str:
         if self._has_expired():
@@ -195,8 +196,8 @@ class Diagnosis:
         if failures:
             peer, kind = failures[-1]
             return kind, f"{_name(peer, others)} {FAILED[kind]}"
-        training = [member for member in others.values() if not member.finished]
-        if not any(member.model == model for member in training):
+        training = still_training(others)
+        if not any(member.model == model for member in training.values()):
             reason = "model" if training else "nobody"
             if reason == "nobody" and self._have_others_ended():
                 return reason, "all others have come to their end"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from shoal.swarm.exchange.pair.exchange import PairExchange
 from shoal.swarm.exchange.pair.selector import no_speed
 from shoal.swarm.exchange.robust import DistanceScreen
 from shoal.swarm.exchange.timeouts import ExchangeTimeouts
+from shoal.swarm.membership.last_step import at_their_end, still_training
 from shoal.swarm.membership.membership import Membership
 from shoal.swarm.settings.outer import MAX_GROUP, OuterSettings
 from shoal.swarm.settings.round_length import Unit, parse_round
@@ -42,18 +43,6 @@ SPEEDS: dict[Unit, Callable[[Member], float]] = {
     "seconds": no_speed,
 }
 """By which members make more rounds than others, by what their rounds are counted in."""
-
-
-def still_training(members: Mapping[str, Member]) -> dict[str, Member]:
-    """Return those of ``members`` whose last step is not done: rounds of training are among
-    them.
-    """
-    return {peer: member for peer, member in members.items() if not member.finished}
-
-
-def at_their_end(members: Mapping[str, Member]) -> dict[str, Member]:
-    """Return those of ``members`` whose last step is done."""
-    return {peer: member for peer, member in members.items() if member.finished}
 
 
 def make_screen(outer: OuterSettings) -> DistanceScreen:

@@ -15,9 +15,9 @@ from shoal.optim import Exchange, Handle, Mean, NoLoCo, Simulation
 from shoal.optim.exchange.update_screen import TRUSTING
 from shoal.swarm.errors import NetworkError
 from shoal.swarm.identity import Identity
+from shoal.swarm.membership.last_step import at_their_end, still_training
 from shoal.swarm.settings.outer import OuterSettings
 from shoal.swarm.training import last_average
-from shoal.swarm.training.factories import at_their_end, still_training
 from shoal.swarm.training.last_average import (
     GRACE_S,
     LONGEST_WAIT_S,
