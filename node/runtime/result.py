@@ -58,8 +58,6 @@ class Result(NodeRecord):
     line and ``newest_at`` (Unix seconds). Their tracebacks are in node.log."""
     trained_alone: str = ""
     """The reason in a sentence, if nothing was ever exchanged though others were there."""
-    ended_alone: str = ""
-    """A sentence if the last rounds had no partner, and there was no last average."""
     gossip_sent: int = 0
     """Bytes of ``link.bytes_sent`` on streams of gossip: statuses, receipts, rollouts. A status is
     sent as time passes, however long an exchange takes."""
@@ -95,8 +93,6 @@ def summary(result: Result, folder: Path) -> list[str]:
     lines = [_end(result)]
     if result.trained_alone:
         lines.append(result.trained_alone)
-    if result.ended_alone:
-        lines.append(result.ended_alone)
     own = sum(known["count"] for known in result.internal_errors.values())
     if own:
         lines.append(

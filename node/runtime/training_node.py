@@ -607,8 +607,6 @@ class TrainingNode:
         result.internal_errors = self.membership.host.internal_errors.report()
         if not self.settings.outer.alone:
             result.trained_alone = self.member.trained_alone()
-            if not result.interrupted and trainer.final.report is None:
-                result.ended_alone = self.member.ended_alone()
         with self._activity.doing("saving", bounded=True):
             result.not_saved = self.saver.last(trainer.opt.steps)
         if result.not_saved is not None:

@@ -165,15 +165,6 @@ class Diagnosis:
             f"partner ({PARTNERLESS[reason][0]}); {self._remedy(reason)}"
         )
 
-    def ended_alone(self, fragments: int) -> str:
-        """Return a sentence if the last rounds had no partner though earlier ones had: the model is
-        this node's own since then.
-        """
-        rounds = self._without // fragments
-        if not self.exchanged or rounds < ALONE_ROUNDS:
-            return ""
-        return f"the last {rounds} rounds had no partner, so this node ends with a model of its own"
-
     def _have_others_ended(self) -> bool:
         known = {**self._directory.departed(), **self._directory.members()}
         return bool(at_their_end(known).keys() - {self._me})

@@ -232,10 +232,6 @@ class TrainingMember:
             self.reporter.round(done, self.record(), partners, tokens, projection)
         return done
 
-    def ended_alone(self) -> str:
-        """Return a sentence if the last rounds had no partner; call it after the last step."""
-        return self.sync.diagnosis.ended_alone(self._opt.fragments)
-
     def trained_alone(self) -> str:
         """Return a sentence if nothing was ever exchanged though others were there, else
         nothing.
