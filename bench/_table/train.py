@@ -187,6 +187,8 @@ class Trained(NamedTuple):
     """Of the first peer, on a sample."""
     back: int = 0
     """Bytes of averages, where they come back by a codec of their own."""
+    mean: Sequence[Tensor] = ()
+    """That of all peers' parameters in the end: the last average, which makes one model of them."""
 
 
 def data_parallel(spec: Spec, place: Place) -> Trained:
@@ -214,6 +216,16 @@ Steer = Callable[[OuterOptimizer, int], None]
 """Called before each step, with its number from 1 on."""
 
 
+class _Peer(NamedTuple):
+    """What one peer leaves; bytes as in `Trained`."""
+
+    model: nn.Module
+    sent: int
+    back: int
+    trained: Sequence[Tensor]
+    """Its parameters as training left them."""
+
+
 def outer(spec: Spec, place: Place, steer: Steer | None = None) -> Trained:
     """Each peer's model with its slow weights; ``steer`` may change every peer's outer settings on
     the way.
@@ -231,7 +243,7 @@ def outer(spec: Spec, place: Place, steer: Steer | None = None) -> Trained:
     usual_lag = lag(spec.method, spec.every, spec.codec)
     at, curve = set(marks(spec.steps, spec.every)), list[tuple[int, float]]()
 
-    def peer(exchange: SimulatedExchange) -> tuple[nn.Module, int, int]:
+    def peer(exchange: SimulatedExchange) -> _Peer:
         task, model = place.task(spec, spec.peers), place.model(spec)
         index = names.index(exchange.peer)
         pace = size.pace(index)
@@ -263,17 +275,23 @@ def outer(spec: Spec, place: Place, steer: Steer | None = None) -> Trained:
             if first and step in at:
                 with optimizer.averaged():
                     curve.append((step, held_out(task, model, "loss", ON_THE_WAY)))
-        finish(optimizer)
-        return model, meter.bytes, meter.back_bytes
+        optimizer.finish()
+        trained = [parameter.detach().clone() for parameter in model.parameters()]
+        finish(optimizer)  # with the slow weights in the model
+        return _Peer(model, meter.bytes, meter.back_bytes, trained)
 
     members = 2 if made.group == "pair" else spec.peers
-    simulation = Simulation[tuple[nn.Module, int, int]](names, seed=spec.seed, size=members)
+    simulation = Simulation[_Peer](names, seed=spec.seed, size=members)
     found = list(simulation.run(peer).values())
-    models = [model for model, _, _ in found]
+    models = [one.model for one in found]
     if spec.peers == 1:
         return Trained(models, 0, curve)
-    sent = max(sent for _, sent, _ in found)
-    return Trained(models, sent, curve, max(back for _, _, back in found))
+    mean = [
+        torch.stack(tensors).mean(0)
+        for tensors in zip(*(one.trained for one in found), strict=True)
+    ]
+    sent = max(one.sent for one in found)
+    return Trained(models, sent, curve, max(one.back for one in found), mean)
 
 
 def _trainer(spec: Spec) -> Callable[[Spec, Place], Trained]:
@@ -325,6 +343,11 @@ def run(spec: Spec, place: Place, steer: Steer | None = None) -> dict[str, Any]:
             "seconds": round(seconds, 1),
         }
     sample = held_out(task, trained.models[0], "loss", ON_THE_WAY)
+    if trained.mean:
+        with torch.no_grad():
+            for parameter, value in zip(trained.models[0].parameters(), trained.mean, strict=True):
+                parameter.copy_(value)
+        result["averaged"] = held_out(task, trained.models[0], "loss")
     params = sum(p.numel() for p in trained.models[0].parameters())
     tokens = spec.steps * size.batch // spec.peers * size.context
     rounds = spec.steps / spec.every

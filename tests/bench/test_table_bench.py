@@ -2,6 +2,7 @@
 makes of runs.
 """
 
+import dataclasses
 import json
 import math
 import re
@@ -494,7 +495,20 @@ def test_a_run_has_losses_a_curve_and_its_bytes(
         assert 1 < found["bytes_per_param"] < 2.3
     else:
         assert found["bytes_per_param"] == sent
+    assert ("averaged" in found) == (peers > 1 and method != "ddp")
     assert json.loads(json.dumps(found))["outer"] == dict(setting)
+
+
+def test_the_mean_of_all_models_is_evaluated_too(small, cache, monkeypatch):
+    monkeypatch.setitem(train.SIZES, "mite", train.Size(2, 8, 1, 16, 300, 4, 8, 8))
+    corpus = text.corpus(small, 300, cache)
+    setting = (("lr", 1.0), ("momentum", 0.0))
+    spec = train.Spec(corpus.digest, "mite", "diloco", "muon", "float32", 2, 4, 8, 0.01, setting, 0)
+    # The last round takes all steps, so both peers end with the mean of what they trained.
+    found = train.run(spec, train.Place(cache))
+    assert found["averaged"] == pytest.approx(found["loss"], abs=1e-6)
+    later = train.run(dataclasses.replace(spec, every=5), train.Place(cache))
+    assert later["averaged"] != pytest.approx(later["loss"], abs=1e-4)
 
 
 def test_a_codec_that_averages_by_its_senders_does_so(small, cache, monkeypatch):
