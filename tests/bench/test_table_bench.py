@@ -17,6 +17,7 @@ from bench import table as bench
 from bench._table import aims, figure, links, methods, results, text, torchft, train
 from shoal.swarm.exchange.cost import payload_sent
 from tests.bench.table_runs import a_run, ddp, row_of
+from tests.support.checkout import ROOT
 
 
 @pytest.mark.parametrize(
@@ -92,6 +93,27 @@ def test_bytes_are_those_that_leave_a_peer(method, peers, every, each, fewer):
     assert row["bytes_per_param_step"] == pytest.approx(each)
     assert row["times_fewer"] == pytest.approx(fewer)
     assert (whole["bytes_per_param_step"], whole["times_fewer"]) == (6, 1)
+
+
+def test_readme_counts_the_last_average_too():
+    """Of float32 it sends a share of a parameter's 4 bytes to each other peer, and as many back."""
+    recorded = [json.loads(line) for line in bench.RESULTS.read_text("utf-8").splitlines()]
+    mini = [row for row in results.rows(recorded) if (row["model"], row["peers"]) == ("mini", 4)]
+    told = []
+    for method, codec, every in (("streaming", "sign+ef", 16), ("noloco-overlap", "mod4", 25)):
+        (row,) = [
+            row
+            for row in mini
+            if (row["method"], row["inner"], row["codec"], row["every"], row["steps"])
+            == (method, "muon", codec, every, 3200)
+        ]
+        each, last = row["bytes_per_param_step"], 2 * 4 * 3 / 4 / 3200
+        told += [round(6 / each), round(6 / (each + last)), round(6 / (each + last / 10))]
+    readme = (ROOT / "README.md").read_text("utf-8")
+    assert f"**{told[0]} and {told[3]} times fewer" in readme
+    assert f"{told[1]} and {told[4]} times with the" in readme
+    page = (ROOT / "docs" / "benchmarks.md").read_text("utf-8")
+    assert f"{told[1]} and {told[4]}, over ten times as many steps {told[2]} and {told[5]}" in page
 
 
 @pytest.mark.parametrize(("peers", "ours"), [(2, 1), (3, 2 / 3), (4, 1)])
