@@ -199,6 +199,7 @@ def float32_digest(tensors: Sequence[Tensor]) -> bytes:
     return digest(BorrowedPayload(OnDemand(tensors), FLOAT32).blocks())
 
 
+ENDED = "this node has done its last step, and is in no more rounds"
 BARRED = "this node has banned its caller for a while, for what it said in verification"
 
 

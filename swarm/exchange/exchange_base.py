@@ -81,6 +81,12 @@ class ExchangeBase(Exchange):
             self.rounds.go_back(to)
         return to
 
+    def end(self) -> None:
+        """Note that this node's last step is done, and all its rounds are over: whoever waits for it
+        in another is told so. For the thread that trains.
+        """
+        raise NotImplementedError
+
     def hurry(self, seconds: float) -> None:
         """Limit every round to ``seconds`` from now on, because the node is about to leave.
 

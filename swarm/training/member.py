@@ -255,6 +255,7 @@ class TrainingMember:
         """Tell the swarm at once that this node's last step is done: it is in no more rounds, and
         averages once more.
         """
+        self.exchange.end()
         self.records.finished = True
         self.announce("training")
         self._membership.directory.renew()

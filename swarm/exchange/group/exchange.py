@@ -298,6 +298,9 @@ class GroupExchange(ExchangeBase):
             for fragment in range(len(applied)):
                 self._view.miss_group(fragment)
 
+    def end(self) -> None:
+        self._view.has_ended = True
+
     def start(self, contribution: Contribution) -> ExchangeHandle[Outcome]:
         """Begin a round.
 

@@ -6,7 +6,7 @@ A ready message is answered, and so is the leader's question where a missing pee
     noted       you are waited for, or I may still come
     passed      that round is over here; go on to ``round``
     elsewhere   I wait at another leader, whose addresses these are
-    busy        too many wait here, or you do already, or groups waited for you in vain
+    busy        I have ended; too many wait here, or you do already; groups waited for you in vain
     refuse      our contributions differ in this, or you are barred
 
 What a group does once it is formed: `shoal.swarm.exchange.group.commit`.
@@ -28,7 +28,7 @@ from typing import Any
 from shoal.optim.exchange.pairing import order
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.exchange.context import PeerContext
-from shoal.swarm.exchange.contribution import BARRED
+from shoal.swarm.exchange.contribution import BARRED, ENDED
 from shoal.swarm.exchange.group.commit import GroupCommit, MemberState, moved
 from shoal.swarm.exchange.group.deadline import GroupDeadline
 from shoal.swarm.exchange.group.decisions import DecisionLog
@@ -187,6 +187,8 @@ class GroupLeader:
             return GroupReceipt(verdict="refuse", reason=refusal, round=ready.round)
         self.view.mark_awake(peer)
         self.view.evidence.heard(peer, ready.round)
+        if self.view.has_ended:
+            return GroupReceipt(verdict="busy", reason=ENDED, round=ready.round)
         instead = self._rounds.instead(ready.round, ready.fragment)
         if instead is not None:
             if peer != self.me:
@@ -261,6 +263,8 @@ class GroupLeader:
         if probe.swarm != self.context.swarm:
             reason = f"this node is in swarm {self.context.swarm}"
             return GroupReceipt(verdict="refuse", reason=reason, round=round)
+        if self.view.has_ended:
+            return GroupReceipt(verdict="busy", reason=ENDED, round=round)
         instead = self._rounds.instead(round, fragment)
         if instead is not None:
             return GroupReceipt(verdict="passed", round=instead)
@@ -385,7 +389,11 @@ class GroupLeader:
 
     async def _let_go(self, key: tuple[int, int], pending: PendingGroup) -> None:
         """Let the one member go, if any is left: to where the others are, if they said so."""
-        if pending.passed and set(pending.members) >= self._possible(key, pending):
+        round, _ = key
+        if self.view.has_ended:
+            ended = GroupReceipt(verdict="busy", reason=ENDED, round=round)
+            await self._send_away(pending, ended)
+        elif pending.passed and set(pending.members) >= self._possible(key, pending):
             earliest = min(pending.passed.values(), key=lambda receipt: receipt.round)
             await self._send_away(pending, earliest)
         for member in pending.members.values():
@@ -510,6 +518,10 @@ class GroupLeader:
             except (NetworkError, MessageError) as error:
                 log.info("a missing peer does not say where it is: %s", error)
                 return None
+        if receipt.verdict == "busy":  # it is in no more rounds
+            self.view.mark_absent([peer])
+            pending.gone.add(peer)
+            pending.changed.set()
         return receipt
 
     async def _follow(

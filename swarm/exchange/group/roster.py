@@ -50,11 +50,15 @@ class LivenessView:
         """Fragments of which this node was in no group in its last round."""
         self.attendance = Attendance(fragments)
         """Who missed rounds, and is left out for a while."""
+        self.has_ended = False
+        """This node is in no more rounds."""
 
     def here(self) -> set[str]:
-        return {
+        here = {
             peer for peer, member in self.members().items() if member.model == self._context.model
-        } | {self._context.me}
+        }
+        me = self._context.me
+        return here - {me} if self.has_ended else here | {me}
 
     def expected(self, round: int, slack: int = 0) -> set[str]:
         """Return the peers for which ``round`` waits where it has no roster.

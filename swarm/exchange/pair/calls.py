@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.exchange.context import PeerContext
-from shoal.swarm.exchange.contribution import BARRED, EncodedContribution
+from shoal.swarm.exchange.contribution import BARRED, ENDED, EncodedContribution
 from shoal.swarm.exchange.kept_streams import ANSWERED, KeptStreams, answer_all
 from shoal.swarm.exchange.pair.held_calls import HeldCalls
 from shoal.swarm.exchange.pair.state import PairingAttempt, PairState, Phase, Step
@@ -332,6 +332,13 @@ class CallAnswerer:
     def __init__(self, state: PairState, held: HeldCalls) -> None:
         self._state, self._context, self._held = state, state.context, held
         self._kept = StreamPlaces(ANSWERED)
+        self._has_ended = False
+        """This node is in no more rounds."""
+
+    async def end(self) -> None:
+        """Turn away all calls, also those that are held."""
+        self._has_ended = True
+        self._held.give_up()
 
     async def serve(self, stream: Stream) -> None:
         """Answer the calls that come on a stream, one after another."""
@@ -410,6 +417,8 @@ class CallAnswerer:
         refusal = self._refusal(peer, offer)
         if refusal is not None:
             return self._answer("refuse", refusal)
+        if self._has_ended:
+            return self._answer("busy", ENDED)
         passed = self._passed(peer, offer)
         if passed is not None:
             return passed

@@ -21,6 +21,7 @@ docs/internals.md, "A round in pairs".
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
@@ -173,6 +174,10 @@ class PairExchange(ExchangeBase):
             averaged.learnt,
             mine.payload.nbytes,
         )
+
+    def end(self) -> None:
+        with contextlib.suppress(NetworkError):  # without a network nobody calls
+            self.host.submit(self.answerer.end())
 
     async def _averaged(self, attempt: Attempt, number: int, averaged: Averaged) -> None:
         received = await self.meet(attempt, number)

@@ -99,6 +99,12 @@ class HeldCalls:
         held[1].set_result(pairing)
         return True
 
+    def give_up(self) -> None:
+        """Take none of the calls that are held."""
+        for _, taken in self.calls.values():
+            if not taken.done():
+                taken.set_result(None)
+
     def slower(self, pairing: PairingAttempt) -> str | None:
         """Return a much slower peer whose partner this node is, and whose call for the round of
         ``pairing`` is held.

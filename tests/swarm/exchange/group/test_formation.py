@@ -96,6 +96,51 @@ def test_absent_leader_holds_up_nobody(school):
     assert leader.exchange.next_round == first + 2
 
 
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_nobody_waits_for_members_at_their_end(school, when, place):
+    """Fault: `shoal end` came when one member was a fragment ahead of the others, and it waited ten
+    seconds for a round that they did not make, at a leader that waited for itself.
+    """
+    three = school.peers(3, wait=20.0)
+    assert school.values([peer.start(0, 3.0) for peer in three]) == [pytest.approx(3.0)] * 3
+    ahead = school.ranked(three, 1)[place]
+    others = [peer for peer in three if peer is not ahead]
+    if when == "meanwhile":
+        handle = ahead.start(1, 7.0)
+        school.until(lambda: any(peer.waiting(1) for peer in three))
+    for peer in others:
+        peer.exchange.end()
+    if when == "before":
+        handle = ahead.start(1, 7.0)
+    assert handle.result() is None
+    assert ahead.exchange.waited < 10.0
+    assert ahead.exchange.stats.report()["failures"] == ()
+
+
+def test_those_ahead_of_members_at_their_end_meet(school):
+    four = school.peers(4, wait=20.0)
+    leader, *others = school.ranked(four, 0)
+    ahead, ended = others[:2], [leader, others[2]]
+    handles = [peer.start(0, value) for peer, value in zip(ahead, (3.0, 5.0), strict=True)]
+    school.until(lambda: leader.waiting() == 2)
+    for peer in ended:
+        peer.exchange.end()
+    assert school.values(handles) == [4.0, 4.0]
+    assert all(peer.exchange.waited < 10.0 for peer in ahead)
+
+
+def test_a_member_at_its_end_sends_nobody_ahead(school):
+    """It is in no later round either."""
+    three = school.peers(3)
+    leader, second, late = school.ranked(three, 0)
+    assert school.values([leader.start(0, 1.0), second.start(0, 1.0)]) == [1.0, 1.0]
+    for peer in (leader, second):
+        peer.exchange.end()
+    assert late.start(0, 7.0).result() is None
+    assert late.exchange.next_round == 1
+
+
 def test_strangers_end_no_round_before_others_come(school, monkeypatch):
     """Fault: two free keys formed the rounds to come at every leader, and honest members were sent
     past them.

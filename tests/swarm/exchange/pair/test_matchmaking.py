@@ -87,6 +87,19 @@ def test_calls_cross_and_one_side_cannot_dial(network, who, how):
     assert [value(handle.result(LONG / 2)) for handle in (first, second)] == [2.0, 2.0]
 
 
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+def test_nobody_waits_for_a_partner_at_its_end(network, when):
+    a, b = Peer(network, wait=LONG), Peer(network, wait=LONG)
+    if when == "meanwhile":
+        handle = a.start(0, 1.0)
+        until(lambda: b.exchange.held.calls)
+    b.exchange.end()
+    if when == "before":
+        handle = a.start(0, 1.0)
+    assert handle.result() is None
+    assert a.exchange.waited < LONG / 2
+
+
 def test_late_end_leaves_the_next_round_alone(network, monkeypatch):
     """A round that was called off and ends late leaves the next one alone."""
     meet, ended, end = PairExchange._meet, threading.Event(), asyncio.Event()
