@@ -82,8 +82,8 @@ class ExchangeBase(Exchange):
         return to
 
     def end(self) -> None:
-        """Note that this node's last step is done, and all its rounds are over: whoever waits for it
-        in another is told so. For the thread that trains.
+        """Note that this node's last step is done, and its rounds are over: whoever waits for it in
+        another is told so. For the thread that trains.
         """
         raise NotImplementedError
 
