@@ -334,7 +334,6 @@ class TrainingNode:
         last.announce = self.member.end
         last.say = self.display.message
         last.waiting = self._waiting_at_end
-        last.ends_at(self.settings.train.steps or None)
         return last
 
     @contextlib.contextmanager
@@ -496,8 +495,6 @@ class TrainingNode:
             said += f"; this node keeps its own --steps {own}"
         self.display.message(said)
         self.display.resize(steps)
-        if own is None and "steps" in news:
-            self.trainer.final.change_end(steps or None)
         self.metrics.write("change", round=round, **news)
 
     # -- running -----------------------------------------------------------------------------------

@@ -28,11 +28,6 @@ class FinalAverage:
             return self.report.loss_after
         return self.report.loss_before
 
-    def change_end(self, step: int | None) -> None:
-        """Note the step after which all members end by a change of the swarm; None: nowhere."""
-        if self.last is not None:
-            self.last.ends_at(step, by_round=step is not None)
-
     def hurry(self, seconds: float) -> None:
         """Let the average take ``seconds`` from now at most."""
         if self.last is not None:

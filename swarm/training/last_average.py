@@ -13,7 +13,7 @@ model at the end".
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -27,6 +27,7 @@ from shoal.swarm.exchange.group.exchange import GroupExchange, GroupProtocols
 from shoal.swarm.exchange.group.roster import LivenessView
 from shoal.swarm.exchange.robust import DistanceScreen
 from shoal.swarm.exchange.timeouts import ExchangeTimeouts
+from shoal.swarm.membership.last_step import at_their_end
 from shoal.swarm.membership.membership import Membership
 from shoal.swarm.p2p.stream import short
 from shoal.swarm.settings.outer import MAX_GROUP, OuterSettings
@@ -172,16 +173,13 @@ class LastAverage(Exchange):
         """Told what this node waits for."""
         self.waiting: Callable[[], AbstractContextManager[object]] = nullcontext
         """Makes a block in which this node waits, and its weights do not change."""
-        self._end: int | None = None
-        """The step at which a member is at its end, by this node's own; None if it does not know.
-        """
-        self._ends_by_round = False
-        """True if members end in this node's round, and so also those beyond its last step."""
         every = outer.resolved().every if outer.round == "steps" else None
         self._steps_an_exchange = (every or 0) / fragments
         self._until: float | None = None
         self._due: dict[str, float] = {}
         """Peer -> monotonic time until which it is waited for."""
+        self._ended: Set[str] = frozenset()
+        """Peers whose ends `_due` goes by."""
         self._names: dict[str, str] = {}
         self.report = EndReport()
         directory = membership.directory
@@ -213,33 +211,16 @@ class LastAverage(Exchange):
         )
         membership.host.resource_manager.partner = partner  # that of the rounds of training
 
-    def ends_at(self, step: int | None, *, by_round: bool = False) -> None:
-        """Note the step of this node's end, at which others should be at theirs; None if it is not
-        known.
-
-        ``by_round``: members end in this node's round, however many steps each has done: the
-        creator set the end while the swarm runs, or loops end where the swarm is
-        (`Session.follow`).
-        """
-        self._end = step
-        self._ends_by_round = by_round
-
     @property
     def ended(self) -> bool:
         """True once this node's last step is done."""
         return self._until is not None
 
-    def begin(self, step: int) -> None:
-        """Note that this node's last step, number ``step``, is done, and say for whom it waits."""
+    def begin(self) -> None:
+        """Note that this node's last step is done, and say for whom it waits."""
         if self.ended:
             return
-        is_past_end = self._end is not None and step > self._end
-        at_its_end = self._end is None or step == self._end
-        self._ends_by_round = is_past_end or (self._ends_by_round and at_its_end)
-        if not is_past_end:
-            self._end = step
         self._until = time.monotonic() + LONGEST_WAIT_S
-        self._due.clear()
         self._time.until = self._until
         self.announce()
         self._directory.look()
@@ -294,47 +275,46 @@ class LastAverage(Exchange):
         """
         members = self._directory.members()
         now = time.monotonic()
-        begun = self.ended or any(member.finished for member in members.values())
+        ended = at_their_end(members)
+        if self.ended and self._me in members:
+            ended[self._me] = members[self._me]
+        if ended.keys() - self._ended:
+            self._ended = frozenset(ended)
+            self._due.clear()
         found = {}
         for peer, member in members.items():
-            there = member.finished or (peer == self._me and self.ended) or not begun
-            if there or now < self._waited_until(peer, member, now):
+            if not ended or peer in ended or now < self._waited_until(peer, member, ended, now):
                 found[peer] = member.model_copy(update={"round": 0})
         return found
 
-    def _waited_until(self, peer: str, member: Member, now: float) -> float:
+    def _waited_until(
+        self, peer: str, member: Member, ended: Mapping[str, Member], now: float
+    ) -> float:
         """Return the monotonic time until which a member that is not at its end is waited for, as
-        it was when first seen so.
+        it was when the newest of those in ``ended`` came to its own.
         """
-        if peer not in self._due:
-            self._due[peer] = now + self._allowance(member)
-        due = self._due[peer]
+        due = self._due.get(peer)
+        if due is None:
+            due = now + self._allowance(member, ended.values())
+            self._due[peer] = due
         return due if self._until is None else min(due, self._until)
 
-    def _allowance(self, member: Member) -> float:
-        """Return the seconds that a member may need to its end, a step at least; 0 if it will not
-        be there in time.
+    def _allowance(self, member: Member, ended: Iterable[Member]) -> float:
+        """Return the seconds that a member may need to its end; 0 if it will not be there in time.
 
-        Records come a second late, so one without a speed may be there already.
+        It may end where one of ``ended`` did: at that one's step, or in its round. The latest of
+        these that is in time counts. A step is always left: records come a second late, and one
+        without a speed may be there already.
         """
-        left = [max(steps, 1.0) for steps in self._steps_left(member)]
-        needs = [steps / member.steps_per_s if member.steps_per_s > 0 else 0.0 for steps in left]
-        in_time = [seconds for seconds in needs if seconds <= LONGEST_WAIT_S]
-        return STEP_TIME_FACTOR * max(in_time) + GRACE_S if in_time else 0.0
-
-    def _steps_left(self, member: Member) -> list[float]:
-        """Return the inner steps after which a member may be at its end: at this node's last step,
-        or in this node's round; none if it goes on beyond both.
-        """
-        left: list[float] = []
-        step = member.step if self._end is None else self._end
-        if member.step <= step:
-            left.append(step - member.step)
-        if self._ends_by_round:
-            own = self._directory.own()
-            rounds = 0 if own is None else max(own.round - member.round, 0)
-            left.append(rounds * self._steps_an_exchange)
-        return left
+        longest = 0.0
+        for end in ended:
+            rounds = end.round - member.round
+            for steps in (end.step - member.step, rounds * self._steps_an_exchange):
+                left = max(steps, 1)
+                needs = left / member.steps_per_s if member.steps_per_s > 0 else 0.0
+                if needs <= LONGEST_WAIT_S:
+                    longest = max(longest, STEP_TIME_FACTOR * needs + GRACE_S)
+        return longest
 
 
 class _RestingHandle(Handle):
@@ -403,7 +383,7 @@ def average_at_end(
     """
     opt.settle()
     if last is not None:
-        last.begin(opt.steps)  # before the evaluation, which may take longer than others wait
+        last.begin()  # before the evaluation, which may take longer than others wait
     report = EndReport() if last is None else last.report
     report.loss_before = held_out_loss()
 

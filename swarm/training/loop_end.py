@@ -34,14 +34,6 @@ class LoopEnd:
         self.report: EndReport | None = None
         """What the last average came to, once it is made."""
 
-    def expect(self, swarm_steps: int, *, by_change: bool) -> None:
-        """Note the swarm's steps, after which others expect this loop at its end; 0: no number is
-        set, and each loop ends in the round where the swarm is by then. ``by_change``: the creator
-        set them while the swarm runs.
-        """
-        if self.last is not None:
-            self.last.ends_at(swarm_steps or None, by_round=by_change or not swarm_steps)
-
     def run(self, opt: OuterOptimizer, evaluate: Callable[[], float] | None) -> None:
         """Finish the rounds of ``opt``, average, and log what came of it.
 

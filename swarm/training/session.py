@@ -406,7 +406,6 @@ class Session:
             if self._ranks is None:
                 last.waiting = member.at_rest
             self._end.last = last
-            self._end.expect(self.train.steps, by_change=False)
         self._loader.began_at = begin(
             membership, self._state.digest, opt, member, self._announce, first=self._first
         )
@@ -427,8 +426,6 @@ class Session:
 
     def _take_change(self, now: TrainSettings) -> None:
         before, self.train = self.train, now
-        if now.steps != before.steps:
-            self._end.expect(now.steps, by_change=True)
         if self.on_change is not None:
             self.on_change(now)
             return

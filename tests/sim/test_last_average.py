@@ -54,7 +54,7 @@ class Ending:
 
     async def end(self):
         """Do what `OuterOptimizer.average_over` does, in a coroutine."""
-        self.last.begin(STEP)
+        self.last.begin()
         for number in range(2):
             contribution = Contribution(RoundKey(SWARM, number, 1), [self.weights.clone()])
             mean = await settled(self.last.inner.start(contribution))

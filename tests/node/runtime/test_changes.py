@@ -11,7 +11,6 @@ from shoal.node.runtime.join import for_new_swarm, new_manifest
 from shoal.node.runtime.resume import SavedRun
 from shoal.node.runtime.task_setup import continued, own_steps
 from shoal.node.runtime.training_node import TrainingNode
-from shoal.node.training.final_average import FinalAverage
 from shoal.swarm.changes import Change, ChangePart, settings_at
 from shoal.swarm.identity import Identity
 from shoal.swarm.manifest import open_manifest, swarm_id
@@ -35,7 +34,7 @@ class Followed:
     """A node in the swarm of ``manifest``, of which nothing is there but what a change concerns."""
 
     def __init__(self, manifest, *parts, **own):
-        self.said, self.written, self.taken, self.ends, self.expected = [], [], [], [], []
+        self.said, self.written, self.taken, self.ends = [], [], [], []
         found = change(swarm()[0], *parts)[0]
         changes = SimpleNamespace(
             settings_at=lambda round: settings_at(found, manifest.train, round)
@@ -44,12 +43,7 @@ class Followed:
         node.options = SimpleNamespace(settings=load(None, own))
         node.settings = load(None, {**SWARMS, **own})
         node.membership = SimpleNamespace(changes=changes, manifest=manifest)
-        last = SimpleNamespace(
-            ends_at=lambda step, by_round: self.expected.append((step, by_round))
-        )
-        node.trainer = SimpleNamespace(
-            change=lambda **given: self.taken.append(given), final=FinalAverage(last=last)
-        )
+        node.trainer = SimpleNamespace(change=lambda **given: self.taken.append(given))
         node.options.display = SimpleNamespace(message=self.said.append, resize=self.ends.append)
         node.metrics = SimpleNamespace(
             write=lambda event, **given: self.written.append((event, given))
@@ -57,9 +51,7 @@ class Followed:
 
 
 def test_a_change_is_taken_once_in_its_round_and_said():
-    """Mutants: it is taken before its round, or at every step after it; a change of the rate ends
-    who goes on beyond the swarm's steps.
-    """
+    """Mutants: it is taken before its round, or at every step after it."""
     made = Followed(swarm()[1], ChangePart(round=3, lr=0.25), ChangePart(round=5, steps=200))
     for round in (0, 2, 3, 3, 4, 5, 6):
         made.node._follow_changes(round)
@@ -76,7 +68,6 @@ def test_a_change_is_taken_once_in_its_round_and_said():
         ("change", {"round": 5, "steps": 200}),
     ]
     assert made.ends == [100, 200]
-    assert made.expected == [(200, True)]
     assert made.node.settings.train.steps == 200
 
 
@@ -85,7 +76,6 @@ def test_a_node_keeps_its_own_steps():
     made = Followed(swarm()[1], ChangePart(round=3, steps=200), **{"train.steps": 50})
     made.node._follow_changes(3)
     assert made.taken == [{"lr": 0.5, "steps": 50, "length": 200}]
-    assert made.expected == []
     assert made.said == [
         "the swarm's creator has changed train.steps=200, from round 3 on here; this node keeps "
         "its own --steps 50"

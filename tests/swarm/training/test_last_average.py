@@ -311,10 +311,11 @@ def world(monkeypatch):
 
 def test_soon_ending_members_are_waited_for(world):
     """Members that end soon by their own speed are waited for."""
-    world.set(ME, step=100)
-    world.set(BERT, step=90, steps_per_s=1.0)
-    world.set(CARL, step=90, steps_per_s=0.01)  # 1,000 s
-    world.last.begin(100)
+    every = OuterSettings().resolved().every
+    world.last.announce = lambda: world.set(ME, step=100, round=8, finished=True)
+    world.set(BERT, step=90, round=8, steps_per_s=1.0)
+    world.set(CARL, step=90, round=7, steps_per_s=every / 1000)
+    world.last.begin()
     assert world.there() == ["anna", "bert"]
     assert world.said == [
         "the last step is done: waiting at most 120 s for bert, to end with one model"
@@ -323,7 +324,7 @@ def test_soon_ending_members_are_waited_for(world):
 
 def test_nobody_is_waited_for_without_end(world):
     world.set(BERT, step=90, steps_per_s=1.0)
-    world.last.begin(100)
+    world.last.begin()
     world.now = STEP_TIME_FACTOR * 10 + GRACE_S - 1
     assert world.there() == ["anna", "bert"]
     world.now += 2  # and its record still says 90
@@ -335,7 +336,7 @@ def test_nobody_is_waited_for_without_end(world):
 def test_a_member_in_its_last_step_is_waited_for(world):
     """Fault: rounds of seconds need no further exchange, so who was in a long step had 10 s."""
     world.set(BERT, step=100, steps_per_s=1 / 40)
-    world.last.begin(100)
+    world.last.begin()
     world.now = STEP_TIME_FACTOR * 40 + GRACE_S - 1
     assert world.there() == ["anna", "bert"]
     world.now += 2
@@ -357,7 +358,7 @@ def test_a_node_says_that_it_ended_before_it_evaluates(world):
 
 def test_the_wait_has_a_deadline_whatever_a_member_says(world):
     world.set(BERT, step=0, steps_per_s=0.9)  # 111 s, so 177 with the slack
-    world.last.begin(100)
+    world.last.begin()
     world.now = LONGEST_WAIT_S - 1
     assert world.there() == ["anna", "bert"]
     world.now = LONGEST_WAIT_S + 1
@@ -365,42 +366,40 @@ def test_the_wait_has_a_deadline_whatever_a_member_says(world):
     assert world.last.inner.time.patience(1) == SECOND_TRY_S
 
 
-def test_later_ending_member_is_not_waited_for(world):
-    """Who goes on beyond this node's end is not waited for."""
-    world.set(BERT, step=101, steps_per_s=1.0)
-    world.last.begin(100)
+@pytest.mark.parametrize("step", [101, 10], ids=["is beyond", "is far behind"])
+def test_who_trains_on_in_this_round_has_a_moment(world, step):
+    """It may have ended in this round, and its record come late; if it goes on, all end without."""
+    world.set(BERT, step=step, steps_per_s=0.5)
+    world.last.begin()
+    assert world.there() == ["anna", "bert"]
+    world.now = STEP_TIME_FACTOR * 2 + GRACE_S + 1
     assert world.there() == ["anna"]
-    assert world.said == []
 
 
 def test_a_change_that_ends_all_at_once_lets_them_wait(world):
     """`shoal end` sets the end behind the steps of all, who end in one round."""
     every = OuterSettings().resolved().every
-    world.last.ends_at(100)
     world.set(ME, step=200, round=8)
     world.set(BERT, step=300, round=8, steps_per_s=1.0)
     world.set(CARL, step=90, round=7, steps_per_s=every / 10)
     world.last.announce = lambda: world.set(ME, step=200, round=8, finished=True)
-    world.last.begin(200)
+    world.last.begin()
     assert world.there() == ["anna", "bert", "carl"]
     world.now = STEP_TIME_FACTOR + GRACE_S + 1  # a step of bert's takes a second
     assert world.there() == ["anna", "carl"]  # in round 8 in 10 s
 
 
-@pytest.mark.parametrize("step", [100, 200], ids=["came late", "is past it"])
-def test_members_beyond_a_changed_end_are_waited_for(world, step):
+def test_members_beyond_this_nodes_end_are_waited_for(world):
     """`shoal end` sets the steps of who came late: the others end past them, in the same round.
 
     Mutants: only who is past the end itself waits for others beyond it; they have ten seconds,
     however long a round takes.
     """
     every = OuterSettings().resolved().every
-    world.last.ends_at(100, by_round=True)
-    world.set(ME, step=step, round=8)
     world.set(BERT, step=180, round=7, steps_per_s=every / 20)  # so it needs 20 s
     world.set(CARL, step=190, round=8, steps_per_s=every / 20)
-    world.last.announce = lambda: world.set(ME, step=step, round=8, finished=True)
-    world.last.begin(step)
+    world.last.announce = lambda: world.set(ME, step=100, round=8, finished=True)
+    world.last.begin()
     assert world.there() == ["anna", "bert", "carl"]
     world.now = STEP_TIME_FACTOR * 20 / every + GRACE_S + 1
     assert world.there() == ["anna", "bert"]
@@ -408,23 +407,46 @@ def test_members_beyond_a_changed_end_are_waited_for(world, step):
     assert world.there() == ["anna"]
 
 
-def test_training_leader_awaits_who_ends_by_a_change(world):
-    """Mutant: only a node at its end knows that the change ends others too."""
-    world.last.ends_at(100, by_round=True)
+def test_training_leader_awaits_who_ends_with_others(world):
+    """Mutant: only a node at its end knows where others end."""
     world.set(ME, step=99, steps_per_s=1.0)
     world.set(BERT, step=150, finished=True)
     world.set(CARL, step=150, steps_per_s=1.0)
+    assert world.there() == ["anna", "bert", "carl"]
+    world.now = STEP_TIME_FACTOR + GRACE_S + 1
+    assert world.there() == ["anna", "bert"]
+
+
+def test_each_end_lets_others_wait_anew(world):
+    """Fault: a node with fewer steps of its own had ended, and at the end of another nobody was
+    waited for any more.
+    """
+    world.set(ME, step=60, steps_per_s=1.0)
+    world.set(BERT, step=50, finished=True)
+    assert world.there() == ["anna", "bert"]
+    world.now = 40.0
+    assert world.there() == ["bert"]
+    world.set(CARL, step=100, finished=True)
+    assert world.there() == ["anna", "bert", "carl"]
+
+
+def test_a_false_end_ends_no_wait(world):
+    """Mutant: members are expected at the furthest end, which a stranger may state."""
+    far = 10**9
+    world.set(BERT, step=far, round=far, finished=True)
+    world.set(CARL, step=90, steps_per_s=1.0)
+    world.last.begin()
+    world.now = GRACE_S + 2
     assert world.there() == ["anna", "bert", "carl"]
 
 
 def test_a_step_left_of_a_long_round_is_waited_for(world):
     """Mutant: a member that is in the round before needs a whole round, which is too long."""
     every = OuterSettings().resolved().every
-    world.last.ends_at(None, by_round=True)
     world.set(ME, step=10 * every, round=10)
     world.set(BERT, step=10 * every - 1, round=9, steps_per_s=every / (LONGEST_WAIT_S + 10))
     world.last.announce = lambda: world.set(ME, step=10 * every, round=10, finished=True)
-    world.last.begin(10 * every)
+    world.last.begin()
     assert world.there() == ["anna", "bert"]
 
 
@@ -433,7 +455,6 @@ def test_training_members_wait_for_each_other_by_steps(world):
 
     Mutant: who is in the same round is at its end.
     """
-    world.last.ends_at(100, by_round=True)
     world.set(ME, step=50, round=2, steps_per_s=1.0)
     world.set(CARL, step=50, round=2, steps_per_s=1.0)
     world.set(BERT, step=100, round=4, finished=True)
@@ -445,10 +466,9 @@ def test_training_members_wait_for_each_other_by_steps(world):
 def test_who_follows_no_schedule_is_waited_for_by_steps(world):
     """Mutant: loops are expected in this node's round only."""
     every = OuterSettings().resolved().every
-    world.last.ends_at(None, by_round=True)
     world.set(BERT, step=2 * every, round=4, steps_per_s=every / 25)
     world.last.announce = lambda: world.set(ME, step=4 * every, round=4, finished=True)
-    world.last.begin(4 * every)
+    world.last.begin()
     world.now = GRACE_S + 1
     assert world.there() == ["anna", "bert"]
 
@@ -458,26 +478,16 @@ def test_who_is_far_behind_may_be_at_its_end(world):
 
     Mutant: only its steps count, by which it would be too late.
     """
-    world.last.ends_at(None, by_round=True)
     world.set(BERT, step=30, round=10, steps_per_s=0.5)
     world.last.announce = lambda: world.set(ME, step=300, round=10, finished=True)
-    world.last.begin(300)
+    world.last.begin()
     assert world.there() == ["anna", "bert"]
-
-
-def test_an_earlier_end_waits_for_none_beyond(world):
-    """Its own end is not that of the others."""
-    world.last.ends_at(100, by_round=True)
-    world.set(BERT, step=150, steps_per_s=1.0)
-    world.last.begin(90)
-    assert world.there() == ["anna"]
 
 
 def test_training_leader_leads_while_awaited(world):
     """A node that still trains leads a group only as long as it is waited for."""
     world.set(ME, step=50, steps_per_s=1.0)
     world.set(BERT, step=100, finished=True)
-    world.last.ends_at(100)
     assert world.there() == ["anna", "bert"]
     world.now = STEP_TIME_FACTOR * 50 + GRACE_S + 1
     assert world.there() == ["bert"]
@@ -487,7 +497,7 @@ def test_missing_member_gets_a_second_try(world):
     """A second try follows if somebody who is there is not in the mean."""
     world.set(BERT, step=100, finished=True)
     world.set(CARL, step=100, finished=True)
-    world.last.begin(100)
+    world.last.begin()
     assert not world.last.enough((ME, BERT))
     assert world.last.report.said() == (
         "one model of 2 members (anna, bert); without carl, who did not come in time"
@@ -503,7 +513,7 @@ def test_who_was_waited_for_in_vain_is_named(world):
     """
     world.set(BERT, step=100, finished=True)
     world.set(CARL, step=99, steps_per_s=1.0)
-    world.last.begin(100)
+    world.last.begin()
     world.now = LONGEST_WAIT_S + 1
     assert world.last.enough((ME, BERT))
     assert world.last.report.missing == ("carl",)
@@ -513,7 +523,7 @@ def test_who_was_waited_for_in_vain_is_named(world):
 
 
 def test_a_node_alone_at_its_end_says_so(world):
-    world.last.begin(100)
+    world.last.begin()
     assert world.last.enough(())
     assert world.last.report.said() == (
         "no last average: no other member was at its end in time, so this node ends with a model "
