@@ -276,8 +276,6 @@ class LastAverage(Exchange):
         members = self._directory.members()
         now = time.monotonic()
         ended = at_their_end(members)
-        if self.ended and self._me in members:
-            ended[self._me] = members[self._me]
         if ended.keys() - self._ended:
             self._ended = frozenset(ended)
             self._due.clear()
