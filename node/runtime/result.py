@@ -38,7 +38,7 @@ class Setup(Group):
 class Result(NodeRecord):
     """A node's record at the end of its run, and what only the end knows.
 
-    Rates are of the whole run, and held-out losses of its end.
+    Rates are of the whole run. ``loss.held_out`` is of its end, and None if the run was stopped.
     """
 
     model_config = ConfigDict(frozen=False)
@@ -108,10 +108,13 @@ def summary(result: Result, folder: Path) -> list[str]:
         )
     exchanges = result.exchanges
     if exchanges.lag_steps:
+        waited = f"{duration(exchanges.wait_s)} for the network"
+        if result.last_average is not None:
+            waited += f", and {duration(result.last_average['wait_s'])} for the last average"
         lines.append(
             f"training went on for {lag_words(exchanges.lag_steps, exchanges.lag_auto)} during an "
             f"exchange; {exchanges.late} of {exchanges.ended} came later, and training waited "
-            f"{duration(exchanges.wait_s)} for the network"
+            f"{waited}"
         )
     return [*lines, _left(result, folder)]
 

@@ -613,12 +613,12 @@ class TrainingNode:
             last = trainer.final.loss()
             if last is None:
                 last = self._evaluate()
-            records.lost(held_out=last)
             if last is not None:
                 result.task = trainer.task.extra_results(last)
             if self.options.baseline:
                 self._compare()
                 result.interrupted = self._stopping()
+        records.lost(held_out=last)
         result.take(self.member.record())
         result.gossip_sent = self.membership.host.traffic.gossip_sent
         if self.sharing is not None:

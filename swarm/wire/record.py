@@ -113,7 +113,7 @@ class Exchanges(Group):
     exchange_s: Seconds = 0.0
     """Seconds of transfer in one exchange, recently."""
     wait_s: Seconds = 0.0
-    """Seconds for which training stood still for the network, in all."""
+    """Seconds for which training stood still for the network, in all but the last average."""
     round_wait_s: Seconds = 0.0
     """The same in one exchange, recently."""
     why: Reason = ""

@@ -231,6 +231,8 @@ def test_ctrl_c_saves_and_the_node_resumes(shoal, eventually):
     (line,) = node.lines
     first = json.loads(line)
     assert first["interrupted"]
+    assert first["loss"]["held_out"] is None, "the loss of the start was shown as the end's"
+    assert first["loss"]["held_out_first"] is not None
     assert first["progress"]["step"] >= 10
     assert (
         first["exchanges"]["rounds"]

@@ -288,6 +288,8 @@ def test_end_report_says_how_to_go_on():
         "training went on for 7 steps (auto) during an exchange; 2 of 20 came later, and training "
         "waited 1.25 s for the network"
     )
+    made.last_average = {"wait_s": 12.0}
+    assert summary(made, Path())[1].endswith("for the network, and 12 s for the last average")
 
 
 @pytest.mark.parametrize(
