@@ -11,7 +11,6 @@ import torch
 
 from shoal.node.parallel.layouts import RanksLayout, check_one_form
 from shoal.node.task import Shard, Task
-from shoal.node.training.final_average import FinalAverage
 from shoal.node.training.trainer import Trainer
 from shoal.optim import Alone, Exchange, OuterOptimizer, RoundInfo
 from shoal.optim.ranks.orders import Channel, LeadOptimizer, obey
@@ -96,9 +95,7 @@ class RankTrainer(Trainer):
     def end_with(self, last: LastAverage | None) -> None:
         """Set the exchange of the last average, which rank 0 has."""
         self._order("end_with")
-        shared = self._ranks.group.exchange(Alone() if last is None else last)
-        shared.attach(self.opt)
-        self.final = FinalAverage(shared, last)
+        super().end_with(last)
 
     def _waited(self) -> float:
         return float(getattr(self._real, "waited", 0.0))

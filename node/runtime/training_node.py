@@ -564,7 +564,7 @@ class TrainingNode:
                 self._save_whole_step()
             raise
         finally:
-            self.member.leave(trainer.final.report)
+            self.member.leave(trainer.end.report)
         self._conclude(result)
         self.metrics.write("end", **result.model_dump(mode="json"))
         save(result, self.options.folder, self.display.message)
@@ -610,7 +610,8 @@ class TrainingNode:
             self.display.message(result.not_saved)
         last = None
         if not result.interrupted:
-            last = trainer.final.loss()
+            report = trainer.end.report
+            last = None if report is None else report.loss
             if last is None:
                 last = self._evaluate()
             if last is not None:
@@ -635,13 +636,13 @@ class TrainingNode:
 
     def _hurry(self, seconds: float) -> None:
         self.member.exchange.hurry(seconds)
-        self.trainer.final.hurry(seconds)
+        self.trainer.end.hurry(seconds)
 
     def _tell_end(self) -> None:
         """Say what the last average came to, where the swarm ends with one, and keep it for the
         result.
         """
-        report = self.trainer.final.report
+        report = self.trainer.end.report
         if report is None:
             return
         self.display.message(report.said())

@@ -27,7 +27,6 @@ from shoal.node.inner_tensors import (
 from shoal.node.task import Shard, Task, tokens_in
 from shoal.node.training.batch_feed import BatchFeed
 from shoal.node.training.device_plan import DevicePlan
-from shoal.node.training.final_average import FinalAverage
 from shoal.node.training.inner_optimizer import make_inner
 from shoal.node.training.inner_step import InnerStep
 from shoal.node.training.layout import Layout
@@ -46,6 +45,7 @@ from shoal.swarm.settings.training import TrainSettings
 from shoal.swarm.training.factories import make_outer
 from shoal.swarm.training.last_average import LastAverage
 from shoal.swarm.training.round_steps import round_length
+from shoal.swarm.training.run_end import RunEnd
 
 log = logging.getLogger(__name__)
 
@@ -153,7 +153,7 @@ class Trainer:
         """True while the weights are being stepped or averaged, and after that has failed: they are
         those of no whole step then.
         """
-        self.final = FinalAverage()
+        self.end = RunEnd(ranks=self.layout.group)
         self._feed = BatchFeed(task, device, self.inner_step.own.workers)
 
     @property
@@ -164,10 +164,11 @@ class Trainer:
         return self.opt
 
     def end_with(self, last: LastAverage | None) -> None:
-        """Set the exchange of the last average; None: of another rank of this node, which rank 0
-        has.
+        """Have the run end with the last average; None: its exchange is that of rank 0, and this is
+        another one.
         """
-        self.final = FinalAverage(Alone() if last is None else last, last)
+        self.end.averages = True
+        self.end.last = last
 
     def connect(self, exchange: Exchange, run: str, shard: Shard) -> None:
         """Set the exchange (the method ``none`` uses none), the run's id and the part of the
@@ -249,11 +250,8 @@ class Trainer:
         one.
         """
         self.stepping = True
-        if self.final.exchange is None:
-            self.opt.finish()
-        else:
-            checked = self.outer.check_loss and self.layout.ranks == 1
-            self.final.run(self.opt, self._loss_at_the_end, checked=checked)
+        checked = self.outer.check_loss and self.layout.ranks == 1
+        self.end.run(self.opt, self._loss_at_the_end, checked=checked)
         self.stepping = False
 
     def _loss_at_the_end(self) -> float | None:

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 
 from shoal.optim.exchange.base import Contribution, Exchange, Handle, Mean, NoPartner
 from shoal.optim.exchange.update_screen import TRUSTING, UpdateScreen
-from shoal.optim.outer.optimizer import OuterOptimizer
 from shoal.swarm.errors import NetworkError
 from shoal.swarm.exchange.context import PeerContext
 from shoal.swarm.exchange.group.deadline import GroupDeadline
@@ -51,10 +50,6 @@ SECOND_TRY_S = 10.0
 MAX_GATHERED = 8
 """Members of a group in which each holds all contributions, as a robust rule needs: so many models
 are in memory.
-"""
-MAX_ADDED_LOSS_SHARE = 0.01
-"""Share of its held-out loss that a node of a swarm with ``check_loss`` lets the mean add before it
-keeps its own weights.
 """
 MAX_PEERS_NAMED = 4
 """Members that a sentence names."""
@@ -89,6 +84,18 @@ class EndReport:
             loss_after=real(self.loss_after),
             refused=self.refused,
         )
+
+    @property
+    def loss(self) -> float | None:
+        """Held-out loss of the model with which this node ends, nats, if it is known."""
+        if self.members and not self.refused:
+            return self.loss_after
+        return self.loss_before
+
+    @property
+    def complete(self) -> bool:
+        """True if this node ends with the model of all members that were there."""
+        return bool(self.members) and not self.missing and not self.refused
 
     def said(self) -> str:
         """Return a sentence for people."""
@@ -353,45 +360,3 @@ def make_last_screen(outer: OuterSettings) -> UpdateScreen:
 def averages_at_end(outer: OuterSettings) -> bool:
     """Return whether a swarm ends with a last average."""
     return not outer.alone and outer.finish == "average"
-
-
-def allowed(before: float | None, after: float | None) -> bool:
-    """Return whether a node with ``check_loss`` takes a mean that changes its held-out loss so; not
-    if that is not finite.
-    """
-    if before is None:
-        return True
-    return after is not None and after <= before + MAX_ADDED_LOSS_SHARE * abs(before)
-
-
-def average_at_end(
-    opt: OuterOptimizer,
-    last: LastAverage | None,
-    exchange: Exchange,
-    held_out_loss: Callable[[], float | None],
-    *,
-    checked: bool,
-) -> EndReport:
-    """Average with all members that are there, after this node's last step; return what came of it.
-
-    Args:
-        last: None in other ranks of a peer than the first. exchange: ``last``, as this rank has it.
-        held_out_loss: returns that of the slow weights, nats, or None; called before and after.
-        checked: keep this node's own weights if the mean raises that loss (`allowed`).
-    """
-    opt.settle()
-    if last is not None:
-        last.begin()  # before the evaluation, which may take longer than others wait
-    report = EndReport() if last is None else last.report
-    report.loss_before = held_out_loss()
-
-    def taken() -> bool:
-        report.loss_after = held_out_loss()
-        report.refused = not allowed(report.loss_before, report.loss_after)
-        return not report.refused
-
-    enough = bool if last is None else last.enough
-    members = opt.average_over(exchange, enough=enough, accept=taken if checked else None)
-    if members and not checked:
-        report.loss_after = held_out_loss()
-    return report

@@ -20,6 +20,7 @@ model whose parameters have the same names and shapes.
 from __future__ import annotations
 
 import logging
+import math
 import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -49,12 +50,12 @@ from shoal.swarm.training.averaged_state import AveragedState
 from shoal.swarm.training.factories import make_exchange, make_outer, make_screen
 from shoal.swarm.training.last_average import EndReport, LastAverage, averages_at_end
 from shoal.swarm.training.loaded_state import StateLoader
-from shoal.swarm.training.loop_end import LoopEnd
 from shoal.swarm.training.loop_report import LoopReport
 from shoal.swarm.training.loss_trial import LossTrial
 from shoal.swarm.training.member import TrainingMember
 from shoal.swarm.training.record_keeper import RoundReport
 from shoal.swarm.training.round_steps import announced_speeds, round_length, steps_of_rounds
+from shoal.swarm.training.run_end import RunEnd
 from shoal.swarm.training.session_setup import (
     SessionError,
     SessionExchange,
@@ -160,7 +161,7 @@ class Session:
         self._watch = StepWatch()
         self._resting = ExitStack()
         """Between two steps: the block in which weights are handed out."""
-        self._end = LoopEnd(settings, ranks)
+        self._end = RunEnd(averages=averages_at_end(settings), ranks=ranks)
 
     @property
     def seed(self) -> int:
@@ -399,7 +400,7 @@ class Session:
             name=self._name,
             shard=self.shard,
         )
-        if averages_at_end(self.settings):
+        if self._end.averages:
             last = LastAverage(membership, self.settings, opt.fragments, self._state.digest)
             last.announce = member.end
             last.say = log.info
@@ -579,7 +580,7 @@ class Session:
 
     def finish(self, evaluate: Callable[[], float] | None = None) -> None:
         """Wait for pending exchanges, and average with all members that are there
-        (`average_at_end`), if the swarm ends so.
+        (`RunEnd`), if the swarm ends so.
 
         Call it once, after the last step; ``with`` does it too. ``evaluate``: returns the held-out
         loss, nats, of the model as it is. `ended` says with whom, and what was gained.
@@ -587,7 +588,12 @@ class Session:
         if self._opt is None or self._end.begun or self._closed:
             return
         self._resting.close()
-        self._end.run(self._opt, evaluate)
+        held_out_loss = partial(_held_out_loss, self._opt, evaluate)
+        checked = self.settings.check_loss and evaluate is not None
+        self._end.run(self._opt, held_out_loss, checked=checked)
+        if self._end.last is not None and self.ended is not None:
+            level = logging.INFO if self.ended.complete else logging.WARNING
+            log.log(level, "%s", self.ended.said())
         self._rest()
 
     def close(self) -> None:
@@ -629,3 +635,14 @@ class Session:
             self.close()
         if self._ranks is not None and error is not None:
             self._ranks.explain(error)
+
+
+def _held_out_loss(opt: OuterOptimizer, evaluate: Callable[[], float] | None) -> float | None:
+    """Return what a loop's ``evaluate`` returns of the slow weights; None if it has none, or the
+    loss is not finite.
+    """
+    if evaluate is None:
+        return None
+    with opt.averaged():
+        loss = float(evaluate())
+    return loss if math.isfinite(loss) else None

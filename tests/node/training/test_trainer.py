@@ -18,7 +18,6 @@ from shoal.node.config.train_settings import OwnTraining
 from shoal.node.task import Shard
 from shoal.node.tasks.text import TextTask
 from shoal.node.training.device_peaks import peak_flops, peak_of
-from shoal.node.training.final_average import FinalAverage
 from shoal.node.training.flop_count import FlopCount
 from shoal.node.training.random_state import random_state, restore_random_state
 from shoal.node.training.throughput import Rates, Throughput
@@ -583,7 +582,8 @@ def test_an_evaluation_at_the_end_finds_whole_weights(monkeypatch):
     """Mutant: an evaluation that finds no memory loses the run that has just ended."""
     made = Trainer(Noisy(), OuterSettings(), TrainSettings(steps=1, seed=1))
     made.connect(Alone(), "run", Shard(0, 1, 0))
-    made.final = FinalAverage(Alone())
+    made.step()
+    made.end_with(None)
     monkeypatch.setattr(Noisy, "evaluate", Mock(side_effect=torch.OutOfMemoryError("none left")))
     with pytest.raises(torch.OutOfMemoryError):
         made.finish()

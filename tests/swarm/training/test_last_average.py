@@ -23,11 +23,11 @@ from shoal.swarm.training.last_average import (
     LONGEST_WAIT_S,
     SECOND_TRY_S,
     STEP_TIME_FACTOR,
+    EndReport,
     LastAverage,
-    allowed,
-    average_at_end,
     make_last_screen,
 )
+from shoal.swarm.training.run_end import RunEnd, allowed
 from shoal.swarm.wire.messages import MemberEnd
 from tests.support.records import MODEL, member_of
 from tests.support.session_loops import HERE, loop, model, sgd, together
@@ -352,7 +352,9 @@ def test_a_node_says_that_it_ended_before_it_evaluates(world):
     def evaluated():
         ended.append(world.members[ME].finished)
 
-    average_at_end(opt, world.last, world.last, evaluated, checked=False)
+    end = RunEnd(averages=True)
+    end.last = world.last
+    end.run(opt, evaluated)
     assert ended == [True]
 
 
@@ -554,6 +556,21 @@ def test_strangers_are_averaged_deterministically():
 def test_worse_mean_is_not_taken_from_strangers(before, after, taken):
     """A mean that is worse on held out data is not taken from strangers."""
     assert allowed(before, after) is taken
+
+
+@pytest.mark.parametrize(
+    ("report", "loss"),
+    [
+        (EndReport(loss_before=2.0), 2.0),
+        (EndReport(("anna", "bert"), loss_before=2.0, loss_after=1.5), 1.5),
+        (EndReport((), loss_before=2.0, loss_after=9.0, refused=True), 2.0),
+        (EndReport(("anna", "bert"), loss_before=2.0), None),
+    ],
+    ids=["alone", "taken", "refused", "not finite"],
+)
+def test_the_loss_is_that_of_the_weights_kept(report, loss):
+    """The fault: a mean whose loss is not finite was shown with the loss before it."""
+    assert report.loss == loss
 
 
 def test_partners_of_a_round_are_those_that_still_train():
