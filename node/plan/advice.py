@@ -120,7 +120,7 @@ def averages_together(peers: int) -> str:
     return (
         f"this swarm begins with {peers} peers and averages over everyone (streaming, in one bit), "
         "which ends with a lower loss than pairs; where one machine is slower than the others, "
-        "begin it with --method noloco, which waits for nobody"
+        "begin it with --method noloco --round seconds:auto, where nobody waits for it"
     )
 
 

@@ -110,8 +110,8 @@ def test_readme_counts_the_last_average_too():
         each, last = row["bytes_per_param_step"], 2 * 4 * 3 / 4 / 3200
         told += [round(6 / each), round(6 / (each + last)), round(6 / (each + last / 10))]
     readme = (ROOT / "README.md").read_text("utf-8")
-    assert f"**{told[0]} and {told[3]} times fewer" in readme
-    assert f"{told[1]} and {told[4]} times with the" in readme
+    assert f"sends **{told[0]}** and pairs **{told[3]} times fewer" in readme
+    assert f"makes that {told[1]} and {told[4]})" in readme
     page = (ROOT / "docs" / "benchmarks.md").read_text("utf-8")
     assert f"{told[1]} and {told[4]}, over ten times as many steps {told[2]} and {told[5]}" in page
 
