@@ -22,6 +22,7 @@ from shoal.node.batches import iterator_of
 from shoal.node.config.links import LINK
 from shoal.node.config.setting_types import spec_label
 from shoal.node.config.settings import ConfigError, Settings
+from shoal.node.console import plural
 from shoal.node.data.task_options import TEXT, options_for_manifest
 from shoal.node.plan.advice import Situation, usual
 from shoal.node.runtime.result import write_json
@@ -88,6 +89,8 @@ class LinkFile:
 # seconds that a node waits in a silent swarm that it returns to: two searches, and two readings of
 # the directory
 AWAIT_S = 20.0
+LOOK_S = 1.0
+"""Between two looks whether others train already."""
 
 
 def task_options(settings: Settings) -> dict[str, int | float | str | bool]:
@@ -189,17 +192,46 @@ def await_others(
     """
     host = membership.host
     directory = membership.directory
-    if host.entry() or len(directory.members()) > 1:
+    own = int(host.peer_id in directory.members())  # from before; this node is not announced yet
+    if host.entry() or len(directory.members()) > own:
         return
     log(
         f"nobody of this swarm answers: looking for its peers for {AWAIT_S:g} s, at "
         f"{len(host.known())} addresses where they were"
     )
-    if not directory.wait_for(2, AWAIT_S, should_stop) and not should_stop():
+    if not directory.wait_for(1 + own, AWAIT_S, should_stop) and not should_stop():
         log(
             "nobody answered: going on without a partner from the checkpoint; others find this "
             f"node again, or by the link {membership.link()}"
         )
+
+
+def await_company(
+    membership: Membership, log: Callable[[str], None], should_stop: Callable[[], bool]
+) -> None:
+    """Wait a moment for as many members as the swarm began with, if this node has returned to it
+    with others that do not train yet; it is announced already.
+    """
+    host = membership.host
+    directory = membership.directory
+    wanted = membership.manifest.start_when
+    end = time.monotonic() + AWAIT_S
+    said = False
+    while not should_stop():
+        others = [one for one in directory.members().values() if one.peer != host.peer_id]
+        is_alone = not others and not host.entry()
+        has_begun = any(one.state == "training" for one in others)
+        missing = wanted - directory.size()
+        left = end - time.monotonic()
+        if is_alone or has_begun or missing <= 0 or left <= 0:
+            return
+        if not said:
+            said = True
+            log(
+                f"waiting at most {AWAIT_S:g} s for {plural(missing, 'more peer')} to return, as "
+                f"the swarm began with {wanted}"
+            )
+        directory.wait_for(wanted, min(left, LOOK_S), should_stop)
 
 
 def choose_shard(

@@ -26,6 +26,7 @@ from shoal.node.runtime.display import Activity, Display
 from shoal.node.runtime.fault_news import FaultNews
 from shoal.node.runtime.join import (
     LinkFile,
+    await_company,
     await_others,
     choose_shard,
     follow_schedule,
@@ -347,9 +348,11 @@ class TrainingNode:
 
         Whoever returns may find that others went on, its creator too.
         """
-        saved = self._saved
-        returns = saved is not None and saved.swarm == self.membership.swarm
-        return returns or self.options.link is not None
+        return self._returns() or self.options.link is not None
+
+    def _returns(self) -> bool:
+        """Return whether this node goes on from a checkpoint of its swarm."""
+        return self._saved is not None and self._saved.swarm == self.membership.swarm
 
     def _own_run(self) -> SavedRun | None:
         """Read the directory, and learn what was changed; return the checkpoint if it is of this
@@ -590,6 +593,8 @@ class TrainingNode:
                 self._link_file.refresh()
                 for line in filter(None, (self.membership.news(), waiting_for(missing))):
                     self.display.message(line)
+            if self.trainer.whole.round and self._returns():
+                await_company(self.membership, self.display.message, self._stopping)
 
     def _conclude(self, result: Result) -> None:
         """Save the end, evaluate it, and fill in ``result``."""

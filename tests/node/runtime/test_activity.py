@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from shoal.node.runtime import display, node_run, training_node
 from shoal.node.runtime import join as node_membership
 from shoal.node.runtime.compute_last import COMPUTING_NICENESS, compute_last
 from shoal.node.runtime.display import BEAT_S, Activity, make_display, processor_time
-from shoal.node.runtime.join import await_others, new_manifest
+from shoal.node.runtime.join import await_company, await_others, new_manifest
 from shoal.node.runtime.run_options import ShutdownSignals, network
 from shoal.node.runtime.task_setup import make_task
 from shoal.node.runtime.train_alone import train_alone
@@ -244,8 +245,9 @@ class Alone:
     """A membership with as many members in sight, and to come, as a test wants."""
 
     swarm = "a" * 52
+    peer_id = "me"
 
-    def __init__(self, entry=(), here=1, come=False):
+    def __init__(self, entry=(), here=(), come=False):
         self.host = self.directory = self
         self._entry, self._here, self._come, self.waited = entry, here, come, 0
 
@@ -256,13 +258,13 @@ class Alone:
         return ["/ip4/10.0.0.1/tcp/1", "/ip4/10.0.0.2/tcp/1"]
 
     def members(self):
-        return dict.fromkeys(range(self._here))
+        return dict.fromkeys(self._here)
 
     def link(self):
         return "shoal://LINK"
 
     def wait_for(self, count, timeout, should_stop):
-        self.waited = timeout
+        self.waited, self.awaited = timeout, count
         return self._come
 
 
@@ -281,9 +283,74 @@ def test_lonely_node_waits_once_and_shows_its_link():
     assert alone.waited == node_membership.AWAIT_S
     assert len(logged_by(Alone(come=True))) == 1
     assert len(logged_by(Alone(), stopped=True)) == 1
-    for met in (Alone(entry=("somebody",)), Alone(here=2)):
+    for met in (Alone(entry=("somebody",)), Alone(here=("bert",)), Alone(here=("me", "bert"))):
         assert logged_by(met) == []
         assert met.waited == 0
+
+
+def test_one_other_is_enough_for_who_returns():
+    """Fault: a node that was not announced yet waited 20 s for a second other one, and so in each
+    swarm of two.
+    """
+    for here, count in (((), 1), (("me",), 2)):
+        alone = Alone(here=here, come=True)
+        logged_by(alone)
+        assert alone.awaited == count
+
+
+class Returning:
+    """A membership of a node that returns to a swarm that began with three; ``looks``: the states
+    of the others at each look.
+    """
+
+    peer_id = "me"
+    manifest = SimpleNamespace(start_when=3)
+
+    def __init__(self, *looks, entry=()):
+        self.host = self.directory = self
+        self._looks, self._entry, self.looked = list(looks), entry, 0
+
+    def entry(self):
+        return self._entry
+
+    def members(self):
+        states = {"me": "waiting", **self._looks[0]}
+        return {peer: SimpleNamespace(peer=peer, state=states[peer]) for peer in states}
+
+    def size(self):
+        return len(self.members())
+
+    def wait_for(self, count, timeout, should_stop):
+        assert (count, timeout) == (3, node_membership.LOOK_S)
+        self.looked += 1
+        if len(self._looks) > 1:
+            self._looks.pop(0)
+
+
+BERT, CARL = {"bert": "waiting"}, {"carl": "waiting"}
+
+
+def test_who_returns_with_others_awaits_the_rest():
+    """Fault: of three nodes that were resumed together the first trained without the others."""
+    said = []
+    all_come = Returning(BERT, BERT, BERT | CARL)
+    await_company(all_come, said.append, lambda: False)
+    assert all_come.looked == 2
+    assert said == ["waiting at most 20 s for 1 more peer to return, as the swarm began with 3"]
+    one_trains = Returning({}, BERT, {"bert": "training"}, entry=("bert",))
+    await_company(one_trains, said.append, lambda: False)
+    assert one_trains.looked == 2
+    for alone in (Returning({}), Returning({"bert": "training"})):
+        await_company(alone, said.append, lambda: False)
+        assert alone.looked == 0
+
+
+def test_the_wait_for_others_that_return_has_a_deadline(monkeypatch):
+    clock = itertools.count(0.0, node_membership.AWAIT_S / 4)
+    monkeypatch.setattr(node_membership, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    some = Returning(BERT)
+    await_company(some, lambda line: None, lambda: False)
+    assert some.looked == 3
 
 
 @pytest.mark.slow(reason="real nodes that return")
