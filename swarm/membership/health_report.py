@@ -127,7 +127,7 @@ def _partition(members: Mapping[str, Member]) -> list[str]:
 def _silent(members: Mapping[str, Member], now: float) -> list[str]:
     return [
         f"{member.name} has not been heard of for {duration(round(now - member.issued))}: it may "
-        "be asleep, stopped or cut off."
+        "be asleep, stopped or cut off, and the sums still count it."
         for member in members.values()
         if now - member.issued > SILENT_S
     ]

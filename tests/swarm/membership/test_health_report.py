@@ -178,7 +178,10 @@ def test_a_crash_of_somebody_else_is_nobodys_fault():
 
 def test_who_was_not_heard_of_is_named():
     (said,) = health_report(swarm(*ALL, dora={"issued": NOW - 22}), NOW)
-    assert said == "dora has not been heard of for 22 s: it may be asleep, stopped or cut off."
+    assert said == (
+        "dora has not been heard of for 22 s: it may be asleep, stopped or cut off, and the sums "
+        "still count it."
+    )
     assert health_report(swarm(*ALL, dora={"issued": NOW - SILENT_S}), NOW) == []
 
 
