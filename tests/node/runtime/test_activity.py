@@ -2,6 +2,7 @@
 to compare, or is ended.
 """
 
+import contextlib
 import itertools
 import json
 import os
@@ -303,7 +304,7 @@ class Returning:
     of the others at each look.
     """
 
-    peer_id = "me"
+    swarm, peer_id = "s", "me"
     manifest = SimpleNamespace(start_when=3)
 
     def __init__(self, *looks, entry=()):
@@ -343,6 +344,22 @@ def test_who_returns_with_others_awaits_the_rest():
     for alone in (Returning({}), Returning({"bert": "training"})):
         await_company(alone, said.append, lambda: False)
         assert alone.looked == 0
+
+
+@pytest.mark.parametrize(("swarm", "looks"), [("s", 1), ("another", 0)])
+def test_a_resumed_run_awaits_those_that_it_began_with(swarm, looks):
+    """One that begins another swarm from a checkpoint has nobody to wait for."""
+    node = training_node.TrainingNode.__new__(training_node.TrainingNode)
+    node.membership = Returning(BERT, BERT | CARL)
+    node.options = SimpleNamespace(
+        display=SimpleNamespace(message=lambda line: None),
+        shutdown=SimpleNamespace(requested=False),
+    )
+    node.trainer = SimpleNamespace(whole=SimpleNamespace(round=7), opt=SimpleNamespace(round=7))
+    node._saved = SimpleNamespace(swarm=swarm)
+    node._activity = SimpleNamespace(doing=lambda *what, **how: contextlib.nullcontext())
+    node._wait_for_peers()
+    assert node.membership.looked == looks
 
 
 def test_the_wait_for_others_that_return_has_a_deadline(monkeypatch):
