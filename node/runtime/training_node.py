@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
@@ -339,8 +339,8 @@ class TrainingNode:
 
     @contextlib.contextmanager
     def _waiting_at_end(self) -> Iterator[None]:
-        still = self.member.at_rest() if self.options.ranks is None else nullcontext()
-        with self._activity.doing("averaging with all members", bounded=True), still:
+        doing = self._activity.doing("averaging with all members", bounded=True)
+        with doing, self._at_rest():
             yield
 
     def _meets_others(self) -> bool:
@@ -594,7 +594,8 @@ class TrainingNode:
                 for line in filter(None, (self.membership.news(), waiting_for(missing))):
                     self.display.message(line)
             if self.trainer.whole.round and self._returns():
-                await_company(self.membership, self.display.message, self._stopping)
+                with self._at_rest():  # others that return fetch this node's weights first
+                    await_company(self.membership, self.display.message, self._stopping)
 
     def _conclude(self, result: Result) -> None:
         """Save the end, evaluate it, and fill in ``result``."""
@@ -664,10 +665,14 @@ class TrainingNode:
             )
 
     def _evaluate(self) -> float | None:
-        # Ranks that evaluate together have no time to hand out weights, of which each holds a part.
-        still = self.member.sync.at_rest() if self.options.ranks is None else nullcontext()
-        with self._activity.doing("evaluating"), still:
+        with self._activity.doing("evaluating"), self._at_rest():
             return self.trainer.evaluate()
+
+    def _at_rest(self) -> AbstractContextManager[None]:
+        """Return a block in which this node's weights do not change, and are handed out."""
+        if self.options.ranks is not None:  # they have no time to, and each holds a part
+            return nullcontext()
+        return self.member.at_rest()
 
     def _done(self) -> tuple[int, int]:
         """Return the inner steps of this node, and the rounds of the swarm."""

@@ -348,18 +348,31 @@ def test_who_returns_with_others_awaits_the_rest():
 
 @pytest.mark.parametrize(("swarm", "looks"), [("s", 1), ("another", 0)])
 def test_a_resumed_run_awaits_those_that_it_began_with(swarm, looks):
-    """One that begins another swarm from a checkpoint has nobody to wait for."""
+    """One that begins another swarm from a checkpoint has nobody to wait for.
+
+    Fault: it gave its weights to none of them meanwhile, for which they waited to come in.
+    """
     node = training_node.TrainingNode.__new__(training_node.TrainingNode)
     node.membership = Returning(BERT, BERT | CARL)
     node.options = SimpleNamespace(
         display=SimpleNamespace(message=lambda line: None),
         shutdown=SimpleNamespace(requested=False),
+        ranks=None,
     )
+    rested = []
+
+    @contextlib.contextmanager
+    def at_rest():
+        before = node.membership.looked
+        yield
+        rested.append(node.membership.looked - before)
+
+    node.member = SimpleNamespace(at_rest=at_rest)
     node.trainer = SimpleNamespace(whole=SimpleNamespace(round=7), opt=SimpleNamespace(round=7))
     node._saved = SimpleNamespace(swarm=swarm)
     node._activity = SimpleNamespace(doing=lambda *what, **how: contextlib.nullcontext())
     node._wait_for_peers()
-    assert node.membership.looked == looks
+    assert node.membership.looked == looks == sum(rested)
 
 
 def test_the_wait_for_others_that_return_has_a_deadline(monkeypatch):
