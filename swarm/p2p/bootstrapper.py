@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+MAX_LOOKED_UP = 16
+"""Connected peers whose addresses are looked up."""
 CALL_S = 5.0
 """For one question to the daemon or a peer."""
 CONNECT_S = 10.0
@@ -266,8 +268,8 @@ class Bootstrapper:
 
     async def look_around(self) -> None:
         """Keep the addresses of this node up to date, and search for others while there are none,
-        for ever. Those of members are the directory's to note: whoever else is connected, such as a
-        command that looks into the swarm, is soon gone.
+        for ever. Those of members are the directory's to note, once it has any: whoever else is
+        connected, such as a command that looks into the swarm, is soon gone.
         """
         searched = 0.0
         pauses = itertools.chain(LOOK_AROUND_S, itertools.repeat(LOOK_AROUND_S[-1]))
@@ -281,6 +283,8 @@ class Bootstrapper:
                 own = await self._supervisor.unless_down(daemon.addresses(), CALL_S)
                 self._supervisor.addresses = own
                 peers = await self._supervisor.unless_down(daemon.peers(), CALL_S)
+                if not self._known.addresses():  # a node that is killed early returns by these
+                    await self._look_up(daemon, peers)
                 now = asyncio.get_running_loop().time()
                 if not set(peers) - set(self.seeds) and now - searched >= SEARCH_AGAIN_S:
                     searched = now
@@ -288,6 +292,12 @@ class Bootstrapper:
             except (TimeoutError, NetworkError, *DAEMON_GONE, ValueError) as error:
                 log.debug("the daemon was not asked for its peers: %r", error)
             await asyncio.to_thread(self._known.save)
+
+    async def _look_up(self, daemon: Daemon, peers: Sequence[str]) -> None:
+        """Note the addresses that connected peers give."""
+        for peer in peers[:MAX_LOOKED_UP]:
+            with contextlib.suppress(DaemonError):  # it has just gone
+                self._known.remember(await self._supervisor.unless_down(daemon.where(peer), CALL_S))
 
 
 def peer_of(address: str) -> str:

@@ -43,6 +43,7 @@ log = logging.getLogger(__name__)
 
 MAX_FRAME_BYTES = 2 << 20  # of one message of the daemon
 ANSWER_S = 10.0  # for the daemon to take a stream handler, or to name the peer of a stream
+FIND_S = 2  # a look into the address book of the daemon may take
 
 Incoming = Callable[[str, str, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 """A stream handler: gets the id of the peer that opened the stream, the IP address it comes from,
@@ -381,6 +382,24 @@ class Daemon:
         addresses = (await self.ways()).get(peer_id, [])
         return bool(addresses) and all(
             is_loopback(text) and "p2p-circuit" not in text for text in addresses
+        )
+
+    async def where(self, peer_id: str) -> tuple[str, ...]:
+        """Return the full multiaddrs that a connected peer gave as its own; none if it gave none
+        yet.
+
+        Not those of the connections: one that the peer opened comes from a port on which it does
+        not listen. Addresses of kinds that this node does not know are left out. Raises one of
+        `DAEMON_GONE`, also when the peer is not connected and libp2p's own routing does not know
+        it.
+        """
+        types = messages()
+        ask = types.DHTRequest(
+            type=types.DHTRequest.FIND_PEER, peer=peer_bytes(peer_id), timeout=FIND_S
+        )
+        return tuple(
+            f"{address}/p2p/{peer_id}"
+            for address in _known((await self._ask("DHT", dht=ask)).dht.peer.addrs)
         )
 
 
