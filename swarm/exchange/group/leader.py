@@ -354,8 +354,8 @@ class GroupLeader:
             for task in looking:
                 task.cancel()
             del self._pending[key]
-        if len(pending.members) < 2:
-            # Its patience is over and no other member came, or none is left.
+        if len(pending.members) < 2 or self.view.has_ended:
+            # Patience is over and no other member came, none is left, or this node takes no others.
             await self._let_go(key, pending)
         else:
             self._form(key, pending.members)
@@ -364,7 +364,7 @@ class GroupLeader:
         """Return once all that are awaited are here, the wait is over, or nobody else can come."""
         loop = asyncio.get_running_loop()
         two_since = loop.time()
-        while pending.members:
+        while pending.members and not self.view.has_ended:
             for peer in self.view.barred(pending.members):  # barred since it came
                 pending.members.pop(peer).dismiss()
             now, here = loop.time(), set(pending.members)
@@ -388,7 +388,9 @@ class GroupLeader:
                 await asyncio.wait_for(pending.changed.wait(), min(forms_at - now, LOOK_S))
 
     async def _let_go(self, key: tuple[int, int], pending: PendingGroup) -> None:
-        """Let the one member go, if any is left: to where the others are, if they said so."""
+        """Let those that wait here go: the one that is left to where the others are, if they said
+        so.
+        """
         round, _ = key
         if self.view.has_ended:
             ended = GroupReceipt(verdict="busy", reason=ENDED, round=round)

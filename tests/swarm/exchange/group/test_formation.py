@@ -130,6 +130,18 @@ def test_those_ahead_of_members_at_their_end_meet(school):
     assert all(peer.exchange.waited < 10.0 for peer in ahead)
 
 
+def test_who_waits_at_a_leader_that_ends_meets_who_comes(school):
+    """Mutant: the leader takes nobody any more, and keeps the one that waits there."""
+    four = school.peers(4, wait=20.0)
+    leader, first, second, other = school.ranked(four, 0)
+    waits = first.start(0, 3.0)
+    school.until(lambda: leader.waiting() == 1)
+    for peer in (leader, other):
+        peer.exchange.end()
+    assert school.values([waits, second.start(0, 5.0)]) == [4.0, 4.0]
+    assert first.exchange.waited < 10.0
+
+
 def test_a_member_at_its_end_sends_nobody_ahead(school):
     """It is in no later round either."""
     three = school.peers(3)
