@@ -192,14 +192,13 @@ def await_others(
     """
     host = membership.host
     directory = membership.directory
-    own = int(host.peer_id in directory.members())  # from before; this node is not announced yet
-    if host.entry() or len(directory.members()) > own:
+    if host.entry() or directory.members():  # this node is not announced yet
         return
     log(
         f"nobody of this swarm answers: looking for its peers for {AWAIT_S:g} s, at "
         f"{len(host.known())} addresses where they were"
     )
-    if not directory.wait_for(1 + own, AWAIT_S, should_stop) and not should_stop():
+    if not directory.wait_for(1, AWAIT_S, should_stop) and not should_stop():
         log(
             "nobody answered: going on without a partner from the checkpoint; others find this "
             f"node again, or by the link {membership.link()}"

@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MAX_LOOKED_UP = 16
-"""Connected peers whose addresses are looked up."""
+"""Connected peers whose addresses are looked up at each look around."""
 CALL_S = 5.0
 """For one question to the daemon or a peer."""
 CONNECT_S = 10.0
@@ -116,6 +116,8 @@ class Bootstrapper:
         self._resource_manager = resource_manager
         # Bootstrap peers of which it is known whether they are bootstrap nodes.
         self._classified: set[str] = set()
+        # Connected peer -> the look at which its addresses were looked up last.
+        self._looked_up: dict[str, int] = {}
 
     async def enter(self, daemon: Daemon, end: float) -> DHTNode:
         """Join for the first time, until the instant ``end`` of the loop. Raises StartupError."""
@@ -267,13 +269,12 @@ class Bootstrapper:
                     await self._supervisor.unless_down(ping(dht, peer), CALL_S)
 
     async def look_around(self) -> None:
-        """Keep the addresses of this node up to date, and search for others while there are none,
-        for ever. Those of members are the directory's to note, once it has any: whoever else is
-        connected, such as a command that looks into the swarm, is soon gone.
+        """Keep the addresses of this node and of its peers up to date, and search for others while
+        there are none, for ever.
         """
         searched = 0.0
         pauses = itertools.chain(LOOK_AROUND_S, itertools.repeat(LOOK_AROUND_S[-1]))
-        for pause in pauses:
+        for look, pause in enumerate(pauses):
             await asyncio.sleep(pause)
             try:
                 daemon = self._supervisor.running()
@@ -283,8 +284,7 @@ class Bootstrapper:
                 own = await self._supervisor.unless_down(daemon.addresses(), CALL_S)
                 self._supervisor.addresses = own
                 peers = await self._supervisor.unless_down(daemon.peers(), CALL_S)
-                if not self._known.addresses():  # a node that is killed early returns by these
-                    await self._look_up(daemon, peers)
+                await self._look_up(daemon, peers, look)
                 now = asyncio.get_running_loop().time()
                 if not set(peers) - set(self.seeds) and now - searched >= SEARCH_AGAIN_S:
                     searched = now
@@ -293,11 +293,17 @@ class Bootstrapper:
                 log.debug("the daemon was not asked for its peers: %r", error)
             await asyncio.to_thread(self._known.save)
 
-    async def _look_up(self, daemon: Daemon, peers: Sequence[str]) -> None:
-        """Note the addresses that connected peers give."""
-        for peer in peers[:MAX_LOOKED_UP]:
+    async def _look_up(self, daemon: Daemon, peers: Sequence[str], look: int) -> None:
+        """Note the addresses that connected peers give, first of those not looked up for
+        longest.
+        """
+        self._looked_up = {peer: self._looked_up.get(peer, -1) for peer in peers}
+        for peer in sorted(peers, key=self._looked_up.__getitem__)[:MAX_LOOKED_UP]:
             with contextlib.suppress(DaemonError):  # it has just gone
-                self._known.remember(await self._supervisor.unless_down(daemon.where(peer), CALL_S))
+                found = await self._supervisor.unless_down(daemon.where(peer), CALL_S)
+                if found:
+                    self._known.remember(found)
+                    self._looked_up[peer] = look
 
 
 def peer_of(address: str) -> str:

@@ -12,6 +12,7 @@ model at the end".
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Set
 from contextlib import AbstractContextManager, nullcontext
@@ -26,7 +27,7 @@ from shoal.swarm.exchange.group.exchange import GroupExchange, GroupProtocols
 from shoal.swarm.exchange.group.roster import LivenessView
 from shoal.swarm.exchange.robust import DistanceScreen
 from shoal.swarm.exchange.timeouts import ExchangeTimeouts
-from shoal.swarm.membership.last_step import at_their_end
+from shoal.swarm.membership.last_step import at_their_end, still_training
 from shoal.swarm.membership.membership import Membership
 from shoal.swarm.p2p.stream import short
 from shoal.swarm.settings.outer import MAX_GROUP, OuterSettings
@@ -63,7 +64,9 @@ class EndReport:
     """Names of the members in the mean, this node included; empty if it ends with its own weights.
     """
     missing: tuple[str, ...] = ()
-    """Names of members that were there and are not in the mean."""
+    """Names of members that were at their end, or are gone, and are not in the mean."""
+    training: tuple[str, ...] = ()
+    """Names of members that this node waited for, and that were not at their end in time."""
     wait_s: float = 0.0
     loss_before: float | None = None
     """Held-out loss of this node's own model, nats; None where it is not known."""
@@ -94,7 +97,7 @@ class EndReport:
 
     @property
     def complete(self) -> bool:
-        """True if this node ends with the model of all members that were there."""
+        """True if this node ends with the model of all members that were at their end."""
         return bool(self.members) and not self.missing and not self.refused
 
     def said(self) -> str:
@@ -111,6 +114,8 @@ class EndReport:
             why = "no other member was at its end in time"
             if self.missing:
                 why = f"no exchange with {_listed(self.missing)} was committed"
+            elif self.training:
+                why += f" ({_listed(self.training)} still in training)"
             return (
                 f"no last average: {why}, so this node ends with a model of its own; `shoal pull "
                 "LINK --average` makes one of members that still serve, `shoal merge --slow` one "
@@ -119,6 +124,8 @@ class EndReport:
         said = f"one model of {len(self.members)} members ({_listed(self.members)}){losses}"
         if self.missing:
             said += f"; without {_listed(self.missing)}, who did not come in time"
+        if self.training:
+            said += f"; without {_listed(self.training)}, still in training"
         return said
 
 
@@ -185,6 +192,8 @@ class LastAverage(Exchange):
         self._until: float | None = None
         self._due: dict[str, float] = {}
         """Peer -> monotonic time until which it is waited for."""
+        self._lock = threading.Lock()
+        """Held while `_due` and `_ended` are looked at: they belong together."""
         self._ended: Set[str] = frozenset()
         """Peers whose ends `_due` goes by."""
         self._names: dict[str, str] = {}
@@ -251,16 +260,18 @@ class LastAverage(Exchange):
         """Return whether everybody who is there is in the mean of ``members`` (peer ids), of which
         there may be none.
 
-        Missing are also those for whom this node waited, and does not any more.
+        The report also names those for whom this node waited, and does not any more.
         """
         others = self._others()
         self._names |= others
         left = others.keys() - set(members)
         missing = self._names.keys() - set(members)
+        training = missing & still_training(self._directory.members()).keys()
         me = self._directory.own()
         names = self._names | {self._me: me.name if me is not None else "this node"}
         self.report.members = tuple(sorted(names.get(peer, short(peer)) for peer in members))
-        self.report.missing = tuple(sorted(names[peer] for peer in missing))
+        self.report.missing = tuple(sorted(names[peer] for peer in missing - training))
+        self.report.training = tuple(sorted(names[peer] for peer in training))
         self.report.wait_s = self.inner.waited
         return not left
 
@@ -280,17 +291,18 @@ class LastAverage(Exchange):
         All are in one round, whatever their records state: the tries of the last average are no
         rounds of training.
         """
-        members = self._directory.members()
-        now = time.monotonic()
-        ended = at_their_end(members)
-        if ended.keys() - self._ended:
+        with self._lock:
+            members = self._directory.members()
+            now = time.monotonic()
+            ended = at_their_end(members)
+            if ended.keys() - self._ended:
+                self._due.clear()
             self._ended = frozenset(ended)
-            self._due.clear()
-        found = {}
-        for peer, member in members.items():
-            if not ended or peer in ended or now < self._waited_until(peer, member, ended, now):
-                found[peer] = member.model_copy(update={"round": 0})
-        return found
+            found = {}
+            for peer, member in members.items():
+                if not ended or peer in ended or now < self._waited_until(peer, member, ended, now):
+                    found[peer] = member.model_copy(update={"round": 0})
+            return found
 
     def _waited_until(
         self, peer: str, member: Member, ended: Mapping[str, Member], now: float

@@ -428,6 +428,8 @@ class CallAnswerer:
         if pairing is not None and pairing.key.round == offer.round:
             return self._judge_now(pairing, peer, offer)
         taking, incoming = await self._held.hold(stream, offer)
+        if taking is None and self._has_ended:
+            return self._answer("busy", ENDED)
         # The round may have been given up just now.
         if taking is None or taking.phase.outcome is None:
             too_late = "this node did not come to that round in time"

@@ -1,7 +1,6 @@
 """What a node says that finds nobody to join through."""
 
 import asyncio
-from types import SimpleNamespace
 
 import pytest
 
@@ -39,41 +38,6 @@ def joining_through(*peers):
         must_join=True,
     )
     return Bootstrapper(None, ME, options, known, None), addresses
-
-
-class OneIsConnected:
-    """The daemon of a node to which ``BERT`` is connected."""
-
-    def __init__(self):
-        self.looks = asyncio.Queue()
-
-    async def addresses(self):
-        return ()
-
-    async def peers(self):
-        self.looks.put_nowait(None)
-        return (BERT,)
-
-    async def where(self, peer):
-        return (f"/ip4/127.0.0.1/tcp/4001/p2p/{peer}",)
-
-
-async def test_who_is_only_connected_is_not_remembered(monkeypatch):
-    """Fault: the addresses of commands that had looked into the swarm stood in peers.json. A node
-    that was resumed dialled them, and its partners on the same host were put off with them.
-    """
-    monkeypatch.setattr(bootstrapper, "LOOK_AROUND_S", (0.0,))
-    daemon = OneIsConnected()
-    joining, member = joining_through(CARL)
-    joining._known.remember(member)
-    joining._supervisor = SimpleNamespace(
-        running=lambda: daemon, unless_down=lambda work, timeout=None: work, addresses=()
-    )
-    looking = asyncio.ensure_future(joining.look_around())
-    for _ in range(3):
-        await asyncio.wait_for(daemon.looks.get(), 30)
-    looking.cancel()
-    assert joining._known.addresses() == member
 
 
 async def refused_by(*peers):

@@ -338,7 +338,8 @@ def test_peers_that_dial_each_other_at_once_both_get_through():
         link.close()
 
 
-def test_no_peer_dials_from_its_listening_port():
+def test_listening_port_is_remembered_not_dialled_from():
+    """A peer does not dial from the port it listens on and is remembered by that port."""
     with (
         Host.start(Identity.ephemeral()) as a,
         Host.start(Identity.ephemeral(), bootstrap=a.addresses()) as b,
@@ -350,4 +351,5 @@ def test_no_peer_dials_from_its_listening_port():
         ]
         assert used
         assert ours not in used
+        assert a.call(a._supervisor.daemon.where(b.peer_id), 60) == b.addresses()
         assert a.call(a._supervisor.daemon.peers(), 60) == (b.peer_id,)

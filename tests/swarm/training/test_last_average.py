@@ -518,10 +518,37 @@ def test_who_was_waited_for_in_vain_is_named(world):
     world.last.begin()
     world.now = LONGEST_WAIT_S + 1
     assert world.last.enough((ME, BERT))
-    assert world.last.report.missing == ("carl",)
+    assert world.last.report.training == ("carl",)
     assert world.last.report.said() == (
-        "one model of 2 members (anna, bert); without carl, who did not come in time"
+        "one model of 2 members (anna, bert); without carl, still in training"
     )
+    assert not world.last.enough(())
+    assert world.last.report.missing == ("bert",)
+
+
+def test_those_who_train_on_are_no_failed_exchange(world):
+    """Fault: "no exchange with bert was committed" of one with more steps of its own."""
+    world.set(BERT, step=10, steps_per_s=1.0)
+    world.last.begin()
+    world.now = LONGEST_WAIT_S + 1
+    assert world.last.enough(())
+    assert world.last.report.said().startswith(
+        "no last average: no other member was at its end in time (bert still in training), so"
+    )
+
+
+def test_a_second_end_of_one_peer_is_an_end(world):
+    """It was resumed with more steps. Mutant: only who never ended before has others waited for."""
+    world.set(BERT, step=50, finished=True)
+    world.set(CARL, step=40, steps_per_s=1.0)
+    world.set(ME, step=40, steps_per_s=1.0)
+    assert world.there() == ["anna", "bert", "carl"]
+    world.now = LONGEST_WAIT_S
+    assert world.there() == ["bert"]
+    world.set(BERT, step=60, finished=False, steps_per_s=1.0)
+    assert world.there() == ["anna", "bert", "carl"]
+    world.set(BERT, step=100, finished=True)
+    assert world.there() == ["anna", "bert", "carl"]
 
 
 def test_a_node_alone_at_its_end_says_so(world):
