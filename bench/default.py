@@ -14,7 +14,7 @@ long for all, so that nobody waits, and each peer's tokens are its weight in the
 make as many steps.
 
 The columns are those of bench/table.py; "DDP" is all-reduce at every step of four peers, on the
-same data.
+same data; beside it stands all-reduce with AdamW where bench/table.py has run it.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
@@ -110,6 +110,18 @@ def specs(
                     yield spec(row, text, model, count, steps, seed, adamw)
 
 
+def shown_of(results: Mapping[str, dict[str, Any]], wanted: Sequence[Spec]) -> list[dict[str, Any]]:
+    """Return the results of ``wanted``, and all-reduce's with any optimizer on the same runs."""
+    keys = {one.key for one in wanted}
+    runs = {(one.text, one.model, one.steps) for one in wanted}
+    found = []
+    for key, one in results.items():
+        is_base = one["method"] == "ddp" and (one["text"], one["model"], one["steps"]) in runs
+        if key in keys or is_base:
+            found.append(one)
+    return found
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -153,8 +165,7 @@ def main() -> int:
         complete = True
     except TimeUp:
         print("bench: the time is up; the same command goes on with what is left.", file=sys.stderr)
-    keys = {one.key for one in wanted}
-    found = rows([one for key, one in runner.results.items() if key in keys])
+    found = rows(shown_of(runner.results, wanted))
     for model in dict.fromkeys(row["model"] for row in found):
         shown = Table(*HEADS, title=model)
         for row in found:

@@ -460,6 +460,19 @@ def test_what_another_file_holds_is_not_run_again():
     assert runner([train.Spec(**fields, outer=(("lr", 0.7),))]) == [known]
 
 
+def test_all_reduce_with_adamw_stands_beside_the_rows():
+    (wanted,) = [
+        one
+        for one in default.specs("t", "mini", [4], ["alike"], 3200, 1)
+        if one.codec == "sign+ef" and one.method == "streaming"
+    ]
+    asked = {**dataclasses.asdict(wanted), "outer": dict(wanted.outer)}
+    beside = {**asked, "method": "ddp", "inner": "adamw"}
+    others = [{**beside, "text": "u"}, {**beside, "steps": 800}, {**asked, "peers": 8}]
+    results = {wanted.key: asked} | {str(number): one for number, one in enumerate(others)}
+    assert default.shown_of(results | {"base": beside}, [wanted]) == [asked, beside]
+
+
 def test_all_reduce_comes_before_rows_over_it():
     runs = list(default.specs("text", "mini", [4, 8], default.DATA, 3200, 1))
     assert [run.model for run in runs if run.method == "ddp"] == [
