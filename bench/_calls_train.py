@@ -25,7 +25,7 @@ from bench._calls_protocol import (
     peer_name,
     turn_of_equal_bytes,
 )
-from bench._quality_train import Diverged, backward, finish, outer_step
+from bench._quality_train import Diverged, backward, finish, outer_step, take_mean
 from bench._table.methods import recipe
 from bench._table.train import Place, Spec, held_out, inner_optimizer
 from shoal.node.task import Shard
@@ -198,9 +198,7 @@ class Models:
         for half in ("loss", "validation"):
             each = [held_out(self.task, model, half) for model in self.models]
             found[half] = sum(each) / len(each)
-        with torch.no_grad():
-            for first, *others in zip(*(model.parameters() for model in self.models), strict=True):
-                first.copy_(torch.stack([first, *others]).mean(0))
+        take_mean(self.models[0], [model.parameters() for model in self.models])
         found["averaged"] = held_out(self.task, self.models[0], "loss")
         if not all(math.isfinite(loss or 0.0) for loss in found.values()):
             raise Diverged("the held-out loss is not finite")

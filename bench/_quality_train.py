@@ -9,7 +9,7 @@ import json
 import math
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import islice
@@ -170,6 +170,11 @@ def outer_step(optimizer: OuterOptimizer, model: nn.Module) -> None:
 def finish(optimizer: OuterOptimizer) -> None:
     """End the run with the slow weights in the model."""
     optimizer.finish()
+    take_slow(optimizer)
+
+
+def take_slow(optimizer: OuterOptimizer) -> None:
+    """Put the slow weights into the model."""
     for parameter, slow in zip(optimizer.parameters, optimizer.slow, strict=True):
         parameter.detach().copy_(slow)
 
@@ -251,13 +256,15 @@ def outer(
 
 
 @torch.no_grad()
-def _mean(models: Sequence[nn.Module]) -> nn.Module:
-    task = task_of(1)
-    mean = task.model()
-    for parameter, *theirs in zip(
-        mean.parameters(), *(model.parameters() for model in models), strict=True
-    ):
+def take_mean(model: nn.Module, peers: Iterable[Iterable[Tensor]]) -> None:
+    """Put the mean of all peers' parameters into ``model``, which may be one of theirs."""
+    for parameter, *theirs in zip(model.parameters(), *peers, strict=True):
         parameter.copy_(torch.stack(theirs).mean(0))
+
+
+def _mean(models: Sequence[nn.Module]) -> nn.Module:
+    mean = task_of(1).model()
+    take_mean(mean, [model.parameters() for model in models])
     return mean
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 import shoal
-from bench._quality_train import Diverged, Meter, backward, finish, outer_step
+from bench._quality_train import Diverged, Meter, backward, outer_step, take_mean, take_slow
 from bench._table.links import marks
 from bench._table.methods import TORCHFT, lag, recipe
 from bench._table.text import TableText, read
@@ -187,8 +187,8 @@ class Trained(NamedTuple):
     """Of the first peer, on a sample."""
     back: int = 0
     """Bytes of averages, where they come back by a codec of their own."""
-    mean: Sequence[Tensor] = ()
-    """That of all peers' parameters in the end: the last average, which makes one model of them."""
+    ends: Sequence[Sequence[Tensor]] = ()
+    """Each peer's parameters as training left them: the last average makes one model of them."""
 
 
 def data_parallel(spec: Spec, place: Place) -> Trained:
@@ -277,7 +277,7 @@ def outer(spec: Spec, place: Place, steer: Steer | None = None) -> Trained:
                     curve.append((step, held_out(task, model, "loss", ON_THE_WAY)))
         optimizer.finish()
         trained = [parameter.detach().clone() for parameter in model.parameters()]
-        finish(optimizer)  # with the slow weights in the model
+        take_slow(optimizer)
         return _Peer(model, meter.bytes, meter.back_bytes, trained)
 
     members = 2 if made.group == "pair" else spec.peers
@@ -286,12 +286,9 @@ def outer(spec: Spec, place: Place, steer: Steer | None = None) -> Trained:
     models = [one.model for one in found]
     if spec.peers == 1:
         return Trained(models, 0, curve)
-    mean = [
-        torch.stack(tensors).mean(0)
-        for tensors in zip(*(one.trained for one in found), strict=True)
-    ]
     sent = max(one.sent for one in found)
-    return Trained(models, sent, curve, max(one.back for one in found), mean)
+    back = max(one.back for one in found)
+    return Trained(models, sent, curve, back, [one.trained for one in found])
 
 
 def _trainer(spec: Spec) -> Callable[[Spec, Place], Trained]:
@@ -343,10 +340,8 @@ def run(spec: Spec, place: Place, steer: Steer | None = None) -> dict[str, Any]:
             "seconds": round(seconds, 1),
         }
     sample = held_out(task, trained.models[0], "loss", ON_THE_WAY)
-    if trained.mean:
-        with torch.no_grad():
-            for parameter, value in zip(trained.models[0].parameters(), trained.mean, strict=True):
-                parameter.copy_(value)
+    if trained.ends:
+        take_mean(trained.models[0], trained.ends)
         result["averaged"] = held_out(task, trained.models[0], "loss")
     params = sum(p.numel() for p in trained.models[0].parameters())
     tokens = spec.steps * size.batch // spec.peers * size.context

@@ -532,16 +532,17 @@ class GroupExchange(ExchangeBase):
             message = await listening
         except NetworkError as error:
             log.info("round %d: the channel to the leader broke: %s", attempt.key.round, error)
-            self._note_lost_leader(group, attempt.key, running)
+            self._note_lost_leader(running, attempt.key)
             return await self._ask(group) if reducing.done() else None
         return message if isinstance(message, GroupFormed) else message.decision
 
-    def _note_lost_leader(self, group: Roster, key: RoundKey, running: _RunningReduction) -> None:
+    def _note_lost_leader(self, running: _RunningReduction, key: RoundKey) -> None:
         """Note that the leader brought no decision; it is late only if this node did not sleep."""
-        self._view.mark_absent([group.leader])
+        leader = running.reduction.group.leader
+        self._view.mark_absent([leader])
         is_late = running.holding.done() and not running.deadline.slept(SLEPT_BESIDE_LEADER)
-        if is_late and group.leader != self._context.me:
-            self._view.attendance.missed(group.leader, key.round, held=True)
+        if is_late and leader != self._context.me:
+            self._view.attendance.missed(leader, key.round, held=True)
 
     def _reduction(
         self, group: Roster, attempt: Attempt, until: float, longest: float
